@@ -5,9 +5,6 @@ The names below are imported when they are first used, so that `fabric --help` n
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -45,22 +42,7 @@ _HOME = {
     "seed_everything": "fabric.loop.seed",
 }
 
-__all__ = [
-    "CSVLogger",
-    "Check",
-    "CheckpointDirectory",
-    "CheckpointError",
-    "CollectiveError",
-    "Fabric",
-    "NonFiniteGradientsError",
-    "SanitizerError",
-    "TensorBoardLogger",
-    "WorkerError",
-    "World",
-    "consolidate",
-    "read_checkpoint",
-    "seed_everything",
-]
+__all__ = [*_HOME]
 
 
 def version() -> str:
@@ -75,21 +57,4 @@ def __getattr__(name: str) -> Any:
         return version()
     if name not in _HOME:
         raise AttributeError(f"module 'fabric' has no attribute {name!r}")
-    with _without_collections():
-        return getattr(import_module(_HOME[name]), name)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Context: modules are imported, torch's perhaps among them. They are no garbage, and Python would look through all
-    of them several times: 0.1 s. Afterwards they are in its oldest generation, as they would be."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            if gc.get_freeze_count() == 0:
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
+    return getattr(import_module(_HOME[name]), name)

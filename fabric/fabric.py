@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -21,23 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.checks.check import Moments
-from fabric.checks.nonfinite import Checks, GradientGuard, OnNonfinite
+from fabric.checks.nonfinite import GradientGuard, OnNonfinite
 from fabric.checks.sanitizer import Sanitize, Sanitizer
-from fabric.checks.steps import StepCounter
-from fabric.checks.unprepared import UnpreparedOptimizers
-from fabric.configure.arguments import (
-    check_dispatch,
-    check_function,
-    check_group,
-    check_limits,
-    check_loss,
-    check_metrics,
-    check_module,
-    check_on_nonfinite,
-    check_optimizers,
-    check_uneven,
-    check_use,
-)
+from fabric.configure.arguments import check_limits, check_loader_options, check_module, check_optimizers, check_word
 from fabric.configure.determinism import determinism
 from fabric.configure.machine import Machine
 from fabric.configure.options import DEFAULT_REPORT_AFTER_SECONDS
@@ -47,17 +32,18 @@ from fabric.launchers.environments.defaults import recording
 from fabric.launchers.process.interpreter import close_files, run_exit_functions
 from fabric.launchers.world import World
 from fabric.loop.accumulation import Accumulation, Window
-from fabric.loop.closure_loss import ClosureLoss
+from fabric.loop.backward import NO_MODEL, LossBackward
 from fabric.loop.moving_average import MovingAverage, check_decay
 from fabric.loop.seed import seed_everything
+from fabric.loop.setup import SetUp
 from fabric.loop.stop import StopRequest
-from fabric.loop.weighting import Weight, Weighting, average_over_ranks, check_weight
+from fabric.loop.weighting import Weighting, average_over_ranks
 from fabric.output.callbacks import call
 from fabric.output.console import print_rank_zero
-from fabric.output.loggers.logger import MetricWriter, metric_writer, record_hyperparams
+from fabric.output.loggers.logger import metric_writer, record_hyperparams
 from fabric.output.progress.iteration import progress
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.checkpoint.state import PLAIN, Filter, StateAccess, Stateful, is_stateful, uncompiled
+from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, ReduceOp
@@ -66,33 +52,17 @@ from fabric.strategies.collectives.padding import pad_across_ranks
 from fabric.strategies.collectives.rank_zero_first import rank_zero_first
 from fabric.strategies.data.share import Uneven, Use
 from fabric.strategies.data.transfer import move
-from fabric.strategies.gradients.bare_parameters import (
-    BareParameters,
-    outside,
-    refuse_another_model,
-    refuse_later,
-    refuse_shards,
-)
-from fabric.strategies.gradients.clipping import gradients_are_finite
-from fabric.strategies.gradients.scaling import scale_gradients
-from fabric.strategies.gradients.sync import backward_through
-from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.same_model import refuse_different_models, refuse_renormalized
-from fabric.strategies.precision.forward_precision import autocast, casts
+from fabric.strategies.precision.forward_precision import autocast
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.strategy import Strategy
-from fabric.strategies.tensors.dtensor import as_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fabric.checkpoints.checkpoints import Checkpoints
-    from fabric.checks.replay import Replays
     from fabric.strategies.checkpoint.background import PendingSave
-    from fabric.strategies.data.device_loader import DeviceLoader
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -157,25 +127,17 @@ class Fabric:
         request = Request.build(arguments, os.environ)
         self._configuration = resolve(request, Machine.look(os.environ, request))
         self._callbacks, self._loggers = request.callbacks, list(request.loggers)
-        self._writers: list[tuple[object, MetricWriter]] = [(one, metric_writer(one)) for one in self._loggers]
-        self._deterministic = request.deterministic
-        self._report_after_seconds, self._sanitize = request.report_after_seconds, request.sanitize
-        self._checks, self._moments = request.checks, Moments()
+        for one in self._loggers:
+            metric_writer(one)  # raises if it has no method that takes metrics
+        self._request = request
         self._place: World | None = self._configuration.world  # set once this process is a rank, and kept after `close`
-        self._runtime: Runtime | None = None
         self._open = ExitStack()
-        self._models: dict[nn.Module, Prepared] = {}
-        self._optimizers: dict[Optimizer, StateAccess] = {}
-        self._schedulers: list[Any] = []
-        self._loaders: list[weakref.ref[DeviceLoader]] = []
-        self._steps: dict[Optimizer, StepCounter] = {}
-        self._bare: BareParameters | None = None
-        self._backward: Callable[..., None] | None = None
-        self._accumulation = Accumulation()
-        self._weighting: Weighting | None = None
+        self._moments, self._accumulation = Moments(), Accumulation()
+        self._runtime: Runtime | None = None
+        self._set_up: SetUp | None = None
+        self._backward: LossBackward | None = None
         self._guard: GradientGuard | None = None
         self._stop: StopRequest | None = None
-        self._unprepared: UnpreparedOptimizers | None = None
         self._opened_checkpoints: Checkpoints | None = None
 
     # Who and where
@@ -263,7 +225,6 @@ class Fabric:
                 "`fabric.launch()` was called twice: this process is a rank already. Call it once, before `setup`; "
                 "after `fabric.close()` another fabric can be launched."
             )
-        check_function(function)
         from fabric.launchers.choose import choose_launcher  # costs time, and only a process that launches needs it
 
         chosen = self._configuration
@@ -294,7 +255,8 @@ class Fabric:
                         for moment in self._moments.closing:
                             moment()
             finally:
-                self._runtime = self._stop = self._opened_checkpoints = None
+                self._runtime = self._set_up = self._backward = None
+                self._guard = self._stop = self._opened_checkpoints = None
 
     def __enter__(self) -> Fabric:
         return self
@@ -356,32 +318,10 @@ class Fabric:
         CollectiveError: on every rank, if the names, shapes or dtypes of its tensors differ over ranks (not `manual`).
         """
         check_module(module)
-        check_optimizers(*optimizers)
-        runtime = self._connected
-        self._refuse_twice(module, *optimizers)
-        for moment in self._moments.before_setup:
-            moment(module, optimizers)
-        bare = self._outside(optimizers, module)
-        refuse_renormalized(runtime, module)
-        if self.strategy.sets_up_one_model:
-            refuse_different_models(runtime, module, fills_from_rank_zero=self.strategy.fills_from_rank_zero)
-        with ExitStack() as stack:  # restores the module if the strategy raises
-            stack.callback(recompute(uncompiled(module), self.strategy.activation_checkpointing_policy))
-            before = list(uncompiled(module).parameters())
-            prepared = self.strategy.setup(runtime, module, optimizers, move_to_device)
-            self._open.push(stack.pop_all())
-        self._open.callback(prepared.release)
-        if self._unprepared is None:
-            self._unprepared = UnpreparedOptimizers(self._optimizers)
-        self._unprepared.add(uncompiled(prepared.module), before, self._open, self._later_optimizers)
-        self._models[prepared.module] = prepared
-        for added in self._moments.model_set_up:
-            added(prepared)
-        runtime.rank_rng.has_model = True
-        self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
-        self._take_in(bare, prepared.optimizers, move=move_to_device)
-        self._follow_steps(prepared.optimizers)
-        self._schedulers += [scheduler] if is_stateful(scheduler) else []
+        check_optimizers(optimizers)
+        prepared = self._objects.model(module, optimizers, move=move_to_device)
+        self._objects.schedulers += [scheduler] if is_stateful(scheduler) else []
+        self._loss_backward.models_changed()
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
 
@@ -400,14 +340,9 @@ class Fabric:
         given."""
         if not optimizers:
             raise ValueError("`fabric.setup_optimizers()` was given no optimizer. Pass at least one.")
-        check_optimizers(*optimizers)
-        self._refuse_twice(*optimizers)
-        bare = self._outside(optimizers)
-        self._open.callback(self.strategy.setup_optimizers(self._connected, optimizers))
-        shared = next((model.state for model in self._models.values()), PLAIN)  # for parameters outside of any module
-        self._optimizers.update({each: self._state_access(each, otherwise=shared) for each in optimizers})
-        self._take_in(bare, optimizers, move=True)
-        self._follow_steps(optimizers)
+        check_optimizers(optimizers)
+        self._objects.later_optimizers(optimizers)
+        self._loss_backward.models_changed()
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     @overload
@@ -478,34 +413,23 @@ class Fabric:
         """
         if not loaders:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
-        check_use(use)
-        check_uneven(uneven, use)
-        check_dispatch(dispatch, uneven, use_distributed_sampler, use)
-        runtime = self._connected
-        if uneven is not None or dispatch:
-            runtime = replace(runtime, uneven=uneven, dispatch=dispatch)
+        check_loader_options(use, uneven, dispatch=dispatch, distribute=use_distributed_sampler)
+        runtime = replace(self._connected, uneven=uneven, dispatch=dispatch)
         if uneven == "repeat" and use in (None, "train"):
             self._accumulation.repeated = runtime.loader_numbers.repeated
-            self._accumulation.guard(self._optimizers)
+            self._accumulation.guard(self._objects.optimizers)
         prepared = tuple(
             self.strategy.process_dataloader(
                 runtime, loader, use or "train", distribute=use_distributed_sampler, move=move_to_device
             )
             for loader in loaders
         )
-        from fabric.strategies.data.device_loader import DeviceLoader  # which this call has imported, if it needed it
-
-        self._loaders += [weakref.ref(each) for each in prepared if isinstance(each, DeviceLoader)]
-        for moment in self._moments.loader_set_up:
-            for each in prepared:
-                moment(each, use_distributed_sampler)
+        self._objects.add_loaders(prepared, is_split=use_distributed_sampler)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def is_wrapped(self, obj: object) -> bool:
         """Whether this fabric prepared the module, optimizer or loader."""
-        if isinstance(obj, nn.Module):
-            return obj in self._models
-        return obj in self._optimizers if isinstance(obj, Optimizer) else any(each() is obj for each in self._loaders)
+        return self._set_up is not None and self._set_up.holds(obj)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Context: modules are created on the device that the strategy needs, in the precision's dtype. With
@@ -545,48 +469,9 @@ class Fabric:
         for `weight` if several models are set up.
         Further arguments go to `Tensor.backward`. Ranks: all call it, unless within `no_backward_sync`.
         """
-        named: tuple[nn.Module, ...] = ()
-        backward = self._backward
-        if model is not None:
-            named = (model,) if isinstance(model, nn.Module) else tuple(model)
-            backward = self._backward_for([self._prepared(each, "backward(model=...)") for each in named])
-        if backward is None:
-            raise RuntimeError(f"`fabric.backward(loss)` {_NO_MODEL}")
-        check_loss(loss)
-        runtime = self._runtime
-        assert runtime is not None, "a model is set up"
-        runtime.loader_numbers.num_backwards += 1
-        is_synchronised = not self._accumulation.held
-        for moment in self._moments.before_backward:
-            moment(loss, is_synchronised)
-        factor = runtime.loader_numbers.repeated.factor()
-        counted = loss if factor == 1 or (weight is not None and factor) else loss * factor
-        runtime.backward.is_running = True
-        try:
-            if weight is not None:
-                checked = check_weight(weight) if factor else 0.0 * check_weight(weight)
-                self._backward_weighted(partial(backward, counted, *args, **kwargs), named, checked)
-            else:
-                runtime.loader_numbers.num_unweighted += 1
-                if self._weighting is not None:
-                    self._weighting.note_unweighted()
-                backward(counted, *args, **kwargs)
-        finally:
-            runtime.backward.is_running = False
-        accumulation = self._accumulation
-        if runtime.loss_scaler is not None and not accumulation.held:
-            runtime.loss_scaler.finish_backward()
-        accumulation.is_unsynced = bool(accumulation.held)
-        if accumulation.held or accumulation.kept:
-            reached = [self._models[each] for each in named] if named else list(self._models.values())
-            if named or len(reached) == 1:  # which models an unnamed loss of several reaches is not known
-                accumulation.note_backward(reached)
-        moments = self._moments
-        moments.num_backwards += is_synchronised
-        for moment in moments.after_backward:
-            moment(loss, is_synchronised)
-        if moments.num_backwards >= moments.due_at:
-            moments.due()
+        if self._backward is None:
+            raise RuntimeError(f"`fabric.backward(loss)` {NO_MODEL}")
+        self._backward.run(loss, model, weight, args, kwargs)
 
     def accumulate(self, batches: Iterable[T], num_batches: int, *models: nn.Module) -> Iterator[Window[T]]:
         """Yield windows of `num_batches` micro-batches, one optimizer step each; the last one may be shorter.
@@ -609,11 +494,12 @@ class Fabric:
             raise ValueError(
                 f"`accumulate(loader, {num_batches!r})`: a window has a number of micro-batches, 1 or more."
             )
-        prepared = tuple(self._prepared(each, "accumulate") for each in models) or tuple(self._models.values())
+        objects = self._objects
+        prepared = tuple(objects.prepared(each, "accumulate") for each in models) or tuple(objects.models.values())
         if not prepared:
-            raise RuntimeError(f"`fabric.accumulate(...)` {_NO_MODEL}")
-        self._accumulation.guard(self._optimizers)
-        unsynced = partial(self._accumulation.unsynced, prepared, self._bare)
+            raise RuntimeError(f"`fabric.accumulate(...)` {NO_MODEL}")
+        self._accumulation.guard(objects.optimizers)
+        unsynced = partial(self._accumulation.unsynced, prepared, objects.bare or None)
         ahead = self._connected.loader_numbers.ahead
         return self._accumulation.windows(batches, num_batches, prepared, unsynced, ahead)
 
@@ -630,22 +516,8 @@ class Fabric:
         sparse.
         """
         given = list(parameters)
-        checked = None if weight is None else check_weight(weight)
-        for model in self._models.values():
-            known = {*model.module.parameters(), *model.sync.parameters_held()}
-            if any(parameter in known for parameter in given):
-                raise ValueError(_AVERAGED.format(name=type(model.module).__name__))
-        if any(as_sharded(parameter) is not None for parameter in given):
-            raise ValueError(
-                "`average_gradients` was given a sharded parameter, of which every rank holds another part. Set its "
-                "model up, and call `fabric.backward`."
-            )
-        runtime = self._connected
-        factor = runtime.loader_numbers.repeated.factor()
-        if factor != 1 and (checked is None or not factor):
-            scale_gradients(given, factor)
-        checked = checked if factor or checked is None else 0.0 * checked
-        average_over_ranks(runtime.collective.for_gradients(), runtime.device, given, checked)
+        self._objects.refuse_averaged(given)
+        average_over_ranks(self._connected, given, weight)
         for moment in self._moments.gradients_averaged:
             moment(given)
 
@@ -665,7 +537,7 @@ class Fabric:
         Raises: ValueError: the weights are in half precision, the decay is not in [0, 1), or the strategy does not
         support it.
         """
-        prepared = self._prepared(module, "ema")
+        prepared = self._objects.prepared(module, "ema")
         if "ema" in self.strategy.lacks:
             raise ValueError(self.strategy.lacks["ema"])
         return MovingAverage(prepared, check_decay(decay))
@@ -673,12 +545,12 @@ class Fabric:
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Context: forward and backward of `module` do not synchronise gradients. For gradient accumulation: run the
         last micro-batch outside of it, or with `enabled=False`."""
-        prepared = self._prepared(module, "no_backward_sync")
+        prepared = self._objects.prepared(module, "no_backward_sync")
         if not enabled:
             return nullcontext()
         if self.world_size > 1:
-            self._accumulation.guard(self._optimizers)
-        return self._accumulation.unsynced([prepared], self._bare)
+            self._accumulation.guard(self._objects.optimizers)
+        return self._accumulation.unsynced([prepared], self._objects.bare or None)
 
     def clip_gradients(
         self,
@@ -697,8 +569,8 @@ class Fabric:
         With False nothing waits, and a norm that is not finite makes all gradients NaN, and with the step all weights.
         """
         check_limits(clip_val, max_norm)
-        prepared = self._prepared(module, "clip_gradients")
-        if optimizer not in self._optimizers:
+        prepared = self._objects.prepared(module, "clip_gradients")
+        if optimizer not in self._objects.optimizers:
             raise ValueError("`clip_gradients` was given an optimizer that was not set up. Pass it to `fabric.setup`.")
         if clip_val is not None:
             prepared.clip_value(optimizer, float(clip_val))
@@ -732,15 +604,23 @@ class Fabric:
         and random generators (see `replay`). For this the batches since the last step are kept in memory, not copied.
         Ranks: all. Raises: ValueError: another word.
         """
-        check_on_nonfinite(on_nonfinite)
-        runtime = self._connected
-        self._unguard()
+        check_word("guard_gradients", "on_nonfinite", on_nonfinite, OnNonfinite)
+        runtime, objects = self._connected, self._objects
+        if self._guard is not None:
+            self._guard.release()
+            self._moments.remove(self._guard)
+            self._guard = None
         if on_nonfinite is None:
             return
-        replays = None if keep_in is None else self._replays(keep_in)
-        self._guard = GradientGuard(on_nonfinite, runtime.collective, runtime.report, self._checks_of, replays)
+        replays = None
+        if keep_in is not None:
+            from fabric.checks.replay import Replays
+
+            replays = Replays(runtime, keep_in, lambda path: self.save(path, self._weights()), objects.scalers)
+        self._guard = GradientGuard(on_nonfinite, runtime.collective, runtime.report, objects.gradient_checks, replays)
+        self._open.callback(self._guard.release)
         self._moments.add(self._guard)
-        self._guard.optimizers_set_up(self._optimizers)
+        self._guard.optimizers_set_up(objects.optimizers)
 
     def replay(self, path: str | os.PathLike[str], rank: int | None = None) -> Iterator[Any]:
         """Repeat a step that `guard_gradients(keep_in=...)` kept: load its weights; returns an iterator of its batches.
@@ -757,7 +637,9 @@ class Fabric:
         """
         from fabric.checks.replay import replay
 
-        return replay(self._connected, path, rank, lambda path: self.load(path, self._weights()), self._scalers())
+        return replay(
+            self._connected, path, rank, lambda path: self.load(path, self._weights()), self._objects.scalers()
+        )
 
     # Collectives
 
@@ -797,7 +679,6 @@ class Fabric:
         `sync_grads` without a group, if some ranks read the same samples.
         For the values of an evaluation: `gather_for_metrics`.
         """
-        check_group("all_gather", group)
         lacks = self.strategy.lacks if sync_grads and group is None and self.world_size > 1 else {}
         if "gather_gradients" in lacks:
             raise ValueError(lacks["gather_gradients"])
@@ -824,7 +705,6 @@ class Fabric:
         Raises: CollectiveError on every rank: the ranks' data differs in paths, dtypes or shapes; the message has what
         each rank passed. Tensors on an accelerator are not waited for: they raise in the next call.
         """
-        check_group("all_reduce", group)
         return nested.all_reduce(group or self._connected.collective, data, reduce_op)
 
     def pad_across_ranks(self, data: Any, dim: int = 0, pad_value: float = 0, group: Collective | None = None) -> Any:
@@ -835,7 +715,6 @@ class Fabric:
         Raises: CollectiveError: the ranks' data differs in more than the lengths along `dim`. IndexError: a tensor has
         no such dimension. ValueError: a dtype cannot represent `pad_value`.
         """
-        check_group("pad_across_ranks", group)
         return pad_across_ranks(group or self._connected.collective, data, dim, pad_value)
 
     def gather_for_metrics(self, values: Sequence[T], loader: Iterable[Any], pad_value: float | None = None) -> T:
@@ -873,7 +752,8 @@ class Fabric:
 
         With several optimizers: of the one that has stepped most.
         """
-        return max((each.num_steps for each in self._steps.values()), default=0)
+        steps = () if self._set_up is None else self._set_up.steps.values()
+        return max((each.num_steps for each in steps), default=0)
 
     def save(
         self,
@@ -999,11 +879,10 @@ class Fabric:
 
         A tensor on a device is waited for, if there are loggers.
         """
-        check_metrics(metrics)
         if self.is_global_zero and self._loggers:
             numbers = {name: each.item() if isinstance(each, Tensor) else each for name, each in metrics.items()}
             for logger in self._loggers:
-                self._writer(logger)(numbers, step)
+                metric_writer(logger)(numbers, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Log the hyperparameters to every logger that has `log_hyperparams`, on rank zero.
@@ -1040,11 +919,23 @@ class Fabric:
         assert self._runtime is not None
         return self._runtime
 
+    @property
+    def _objects(self) -> SetUp:
+        """The objects that were set up. Connects this process, as `_connected` does."""
+        assert self._connected is self._runtime
+        assert self._set_up is not None
+        return self._set_up
+
+    @property
+    def _loss_backward(self) -> LossBackward:
+        assert self._backward is not None, "connected"
+        return self._backward
+
     def _connect(self, world: World) -> None:
         """Connect this rank: afterwards it has a device and a collective."""
         chosen = self._configuration
         with ExitStack() as stack:
-            stack.enter_context(determinism(self._deterministic))
+            stack.enter_context(determinism(self._request.deterministic))
             with recording(os.environ):
                 journal = FlightRecorder()
             runtime = chosen.strategy.connect(world, chosen.accelerator, chosen.devices, chosen.precision)
@@ -1053,17 +944,26 @@ class Fabric:
             if store is not None:
                 from fabric.launchers.watch.watcher import Watcher
 
-                stack.callback(Watcher(world, store, journal, self._report_after_seconds).close)
-            stack.callback(self._forget)  # before the teardown: models hold on to the process group
+                stack.callback(Watcher(world, store, journal, self._request.report_after_seconds).close)
             atexit.register(self._close_at_exit)
             stack.callback(atexit.unregister, self._close_at_exit)
             self._open = stack.pop_all()
         self._runtime = runtime
         self._place = world if world.size > 1 else None
-        self._moments = Moments(changed=self._follow_batches)
-        self._moments.add(*self._checks, *self._sanitizer(world))
+        self._moments, weighting = Moments(changed=self._follow_batches), Weighting(runtime)
+        self._set_up = SetUp(runtime, chosen.strategy, self._moments, self._accumulation, weighting, self._open)
+        self._backward = LossBackward(runtime, self._set_up, self._accumulation, weighting, self._moments)
+        self._open.callback(self._forget)  # before the teardown: models hold on to the process group
+        self._moments.add(*self._request.checks, *self._sanitizer(world))
         for moment in self._moments.connected:
             moment(runtime)
+
+    def _forget(self) -> None:
+        """Drop all references to what was set up."""
+        self._moments.clear()
+        self._accumulation.release()
+        self._objects.forget()
+        self._loss_backward.models_changed()
 
     def _close_at_exit(self) -> None:
         try:
@@ -1076,28 +976,17 @@ class Fabric:
             close_files()
             os._exit(1)
 
-    def _forget(self) -> None:
-        """Drop all references to what was set up."""
-        self._accumulation.release()
-        self._unguard()
-        for known in (self._models, self._optimizers, self._schedulers, self._loaders, self._steps):
-            known.clear()  # others have them too
-        self._backward = None
-        self._unprepared = None
-        self._bare = self._weighting = None
-        self._moments.clear()
-
     def _sanitizer(self, world: World) -> list[Sanitizer]:
         """What compares the ranks. Not on devices that record a step: reading a number would end its graph there."""
         strategy = self.strategy
-        if self._sanitize is False or world.size == 1 or strategy.marks_steps:
+        if self._request.sanitize is False or world.size == 1 or strategy.marks_steps:
             return []
         return [
             Sanitizer(
-                self._sanitize,
+                self._request.sanitize,
                 self._moments,
-                self._steps,
-                self._models.values(),
+                self._objects.steps,
+                self._objects.models.values(),
                 is_comparable=lambda model: strategy.sets_up_one_model or model.sync.is_replicated,
                 has_whole_gradients=lambda model: (
                     model.trained is None and (model.sync.is_replicated or not strategy.in_shards)
@@ -1116,202 +1005,19 @@ class Fabric:
         for moment in self._moments.batch_received:
             moment(batch, source)
 
-    def _loading(self) -> None:
-        for moment in self._moments.loading:
-            moment()
-
-    def _unguard(self) -> None:
-        if self._guard is not None:
-            self._guard.release()
-            self._moments.remove(self._guard)
-            self._guard = None
-
-    def _checks_of(self, optimizer: Optimizer) -> Checks:
-        """How the guard checks the gradients of an optimizer."""
-        runtime = self._connected
-        scaler: Stateful | None = runtime.loss_scaler
-        models = self._models.values()
-        # An engine gives its optimizer other tensors than the parameters.
-        model = next((each for each in models if optimizer in each.optimizers or each.holds(optimizer)), None)
-        plain = partial(gradients_are_finite, scaler=runtime.loss_scaler, any_rank=runtime.any_rank)
-        if model is not None and model.scale_loss is not None:  # by its engine
-            scaler = model.loss_scale
-        return Checks(
-            is_finite=plain if model is None else model.is_finite,  # None: parameters outside of any module
-            scale=lambda: 1.0 if scaler is None else float(scaler.state_dict()["scale"]),
-        )
-
-    def _replays(self, path: str | os.PathLike[str]) -> Replays:
-        from fabric.checks.replay import Replays
-
-        return Replays(self._connected, path, lambda path: self.save(path, self._weights()), self._scalers)
-
-    def _backward_for(self, named: Sequence[Prepared]) -> Callable[..., None] | None:
-        """The backward of a loss of these models."""
-        # The loss of one model may go through another one, whose gradients must be synchronised as well.
-        if len(named) == 1 and not all(each.joins_backward for each in self._models.values()):
-            return self._backward_of(*named)
-        return self._backward
-
-    def _backward_weighted(self, run: Callable[[], None], named: Sequence[nn.Module], weight: Weight) -> None:
-        models = [self._models[each] for each in named or self._models]
-        bare = self._bare or None
-        if len(self._models) > 1 and (not named or bare is not None):
-            raise ValueError(_WEIGHT_OF_WHICH_MODEL if bare is None else _WEIGHT_OF_BARE_PARAMETERS)
-        if self._weighting is None:
-            runtime = self._connected
-            self._weighting = Weighting(runtime.collective.for_gradients(), runtime.device)
-        unsynced = self._accumulation.held
-        held = [each for each in models if any(each is model for model in unsynced)] if unsynced else []
-        if not held:
-            self._weighting.synchronise(models, weight, run, bare, self._optimizers)
-        elif len(held) == len(models):
-            self._weighting.accumulate(models, weight, run, self._optimizers)
-        else:
-            raise RuntimeError(_SYNCED_IN_PART)
-
-    def _joint_backward(self) -> Callable[..., None]:
-        models = self._models.values()
-        if len(models) == 1 or all(model.joins_backward for model in models):
-            return self._backward_of(*models)
-        return _which_model
-
-    def _backward_of(self, *models: Prepared) -> Callable[..., None]:
-        """The backward of a loss that may reach these models."""
-        runtime = self._connected
-        scaler = runtime.loss_scaler
-        scale = models[0].scale_loss if len(models) == 1 else None
-        return backward_through(
-            scale or (None if scaler is None else scaler.scale_loss),
-            [*(model.sync for model in models), *([self._bare] if self._bare else [])],
-            runtime.new_tensors if casts(runtime.precision) else None,
-        )
-
-    def _writer(self, logger: object) -> MetricWriter:
-        """The function that writes metrics to a logger; checks the logger at its first use."""
-        for known, write in self._writers:
-            if known is logger:
-                return write
-        self._writers.append((logger, metric_writer(logger)))
-        return self._writers[-1][1]
-
-    def _prepared(self, module: nn.Module, method: str) -> Prepared:
-        if module not in self._models:
-            raise ValueError(
-                f"`{method}` was given a `{type(module).__name__}` that this fabric has not set up. "
-                "Pass what `fabric.setup` returned."
-            )
-        return self._models[module]
-
-    def _state_access(self, obj: nn.Module | Optimizer, otherwise: StateAccess = PLAIN) -> StateAccess:
-        """How the state of a module or an optimizer is read and written."""
-        if isinstance(obj, Optimizer) and obj in self._optimizers:
-            return self._optimizers[obj]
-        return next((model.state for model in self._models.values() if model.holds(obj)), otherwise)
-
-    @property
-    def _later_optimizers(self) -> str | None:
-        """Why an optimizer must be set up together with its model; None where it may be made and used later."""
-        return self.strategy.lacks.get("later_optimizers") if self.world_size > 1 else None
-
     @property
     def _checkpoints(self) -> Checkpoints:
         """What saves and loads. Created when it is first used."""
         if self._opened_checkpoints is None:
             from fabric.checkpoints.checkpoints import Checkpoints
 
-            self._opened_checkpoints = Checkpoints(
-                self._connected,
-                self._state_access,
-                self._scalers,
-                self._schedulers,
-                self._steps,
-                self._loaders,
-                self._loading,
-            )
+            self._opened_checkpoints = Checkpoints(self._connected, self._objects, self._moments)
             self._open.callback(self._opened_checkpoints.close)
         return self._opened_checkpoints
 
     def _weights(self) -> dict[str, Any]:
         """The state of which a step is repeated."""
-        return {"models": list(self._models)}
-
-    def _scalers(self) -> list[Stateful]:
-        """The loss scalers: those of engines, or that of the precision."""
-        own = [model.loss_scale for model in self._models.values() if model.loss_scale is not None]
-        shared = self._connected.loss_scaler
-        return [*own] if own or shared is None else [shared]
-
-    def _refuse_twice(self, *objects: nn.Module | Optimizer) -> None:
-        for obj in objects:
-            if self.is_wrapped(obj):
-                raise ValueError(
-                    f"This `{type(obj).__name__}` was set up before. Set each module and optimizer up once, and use "
-                    "what `setup` returned."
-                )
-
-    def _outside(self, optimizers: Sequence[Optimizer], *coming: nn.Module) -> list[Tensor]:
-        """The parameters that are in no module. Raises: ValueError: they cannot be averaged, or their module came
-        late."""
-        early = [each for module in coming for each in module.parameters() if self._bare and each in self._bare]
-        if early:
-            raise ValueError(
-                f"An optimizer that was set up before holds {len(early)} parameters of the "
-                f"`{type(coming[0]).__name__}`, which were treated as parameters outside of any module. Set up every "
-                "module before the optimizers of its parameters, or together with them."
-            )
-        if self._unprepared is not None:
-            self._unprepared.refuse_replaced(optimizers)
-        bare = outside(optimizers, (*self._models, *coming))
-        for module in coming:
-            refuse_another_model(module, optimizers, bare)
-        lack = self.strategy.lacks.get("bare_parameters")
-        if lack is not None and self.world_size == 1:
-            return []
-        if bare and lack is not None:
-            optimizer, parameter = bare[0]
-            raise ValueError(
-                f"The `{type(optimizer).__name__}` holds {len(bare)} parameters (the first of shape "
-                f"{tuple(parameter.shape)}) that belong to no module set up so far. {lack}"
-            )
-        refuse_shards(bare)
-        return [parameter for _, parameter in bare]
-
-    def _take_in(self, bare: Sequence[Tensor], optimizers: Sequence[Optimizer], *, move: bool) -> None:
-        """Average parameters that are in no module, and raise if such a parameter is added later."""
-        if bare:
-            if self._bare is None:
-                self._bare = BareParameters(self._connected)
-                self._open.callback(self._bare.release)
-            self._bare.add(bare, move=move)
-        if self.world_size > 1 and "bare_parameters" not in self.strategy.lacks:
-            for optimizer in optimizers:
-                self._open.callback(refuse_later(optimizer, partial(self._unknown, optimizer)))
-        if self._models:
-            self._backward = self._joint_backward()
-
-    def _follow_steps(self, optimizers: Sequence[Optimizer]) -> None:
-        """Attach all that happens in the steps of optimizers that were set up."""
-        runtime, undo = self._connected, self._open
-        losses = ClosureLoss(runtime.collective, lambda: self._weighting is not None)
-        for optimizer in optimizers:
-            optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # the loss scaler sets it
-            undo.callback(vars(optimizer).pop, "step_was_skipped", None)
-            undo.callback(losses.attach(optimizer))
-            self._steps[optimizer] = StepCounter()
-            undo.callback(self._steps[optimizer].attach(optimizer, runtime.loader_numbers, self._moments))
-            undo.callback(self._moments.follow(optimizer))
-        if self._accumulation.repeated is not None:
-            self._accumulation.guard(optimizers)
-        access = {optimizer: self._optimizers[optimizer] for optimizer in optimizers}
-        for moment in self._moments.optimizers_set_up:
-            moment(access)
-
-    def _unknown(self, optimizer: Optimizer) -> list[Tensor]:
-        """The parameters of an optimizer that nothing averages."""
-        bare = [parameter for _, parameter in outside([optimizer], self._models)]
-        known = () if self._bare is None else self._bare
-        return [each for each in bare if as_sharded(each) is None and each not in known]
+        return {"models": list(self._objects.models)}
 
     def _stop_request(self) -> StopRequest:
         if self._stop is None:
@@ -1332,31 +1038,3 @@ def _run(world: World, fabric: Fabric, function: Callable[..., T], args: tuple[A
         raise
     fabric.close()
     return result
-
-
-_NO_MODEL = (
-    "before `fabric.setup(model)`, or after `fabric.close()`. Set the model up first, and close the fabric last."
-)
-_WEIGHT_OF_WHICH_MODEL = (
-    "`fabric.backward(loss, weight=...)` with several models set up: a weight divides the gradients of the models that "
-    "its loss goes through. Name them: `model=generator`, or `model=[encoder, decoder]` for a loss through both."
-)
-_WEIGHT_OF_BARE_PARAMETERS = (
-    "`fabric.backward(loss, weight=...)` with several models and parameters outside of any module: it is not known "
-    "which weights divide their gradients. Make them part of a module, `self.temperature = nn.Parameter(...)`."
-)
-_AVERAGED = (
-    "`average_gradients` was given parameters of a `{name}` that was set up, whose gradients `fabric.backward` "
-    "averages. Call that; or leave the model out of `fabric.setup`, and move it by `fabric.to_device(model)`."
-)
-_SYNCED_IN_PART = (
-    "`fabric.backward(loss, weight=..., model=[...])` while some of the models are within `no_backward_sync` and "
-    "others are not. Enter `no_backward_sync` for all of them, or pass all of them to `accumulate`."
-)
-
-
-def _which_model(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        "Several models are set up, and each has an engine of its own to run backward. "
-        "Name the model of the loss: `fabric.backward(loss, model=model)`."
-    )

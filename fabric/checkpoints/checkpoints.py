@@ -7,8 +7,7 @@ for it.
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -17,17 +16,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric.checkpoints.loader_positions import LoaderStates
-from fabric.checkpoints.run_state import has_objects, is_run, run_state_of
-from fabric.configure.arguments import check_filter, check_has_state, check_named
+from fabric.checkpoints.run_state import RunState, has_objects, is_run
+from fabric.checks.check import Moments
+from fabric.loop.setup import SetUp
 from fabric.output.progress.checkpoint import checkpoint_progress
-from fabric.strategies.checkpoint import foreign, loading, run_state, saving
+from fabric.strategies.checkpoint import foreign, loading, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
 from fabric.strategies.checkpoint.mismatches import advice, mismatches, table
-from fabric.strategies.checkpoint.run_state import RunState
+from fabric.strategies.checkpoint.run_state import NAME
 from fabric.strategies.checkpoint.snapshot import snapshot
 from fabric.strategies.checkpoint.state import (
     Filter,
-    FindAccess,
     Stateful,
     load_into,
     restore,
@@ -35,7 +34,6 @@ from fabric.strategies.checkpoint.state import (
     uncompiled,
 )
 from fabric.strategies.checkpoint.storage import storage_of
-from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.dtensor import local_part
 
@@ -44,26 +42,11 @@ Path = str | os.PathLike[str]
 
 @final
 class Checkpoints:
-    """The checkpoints of one fabric while it is connected.
+    """The checkpoints of one fabric while it is connected."""
 
-    `access`: how the state of a model or an optimizer is read and written. `scalers`: returns the loss scalers.
-    `schedulers`, `steps`, `loaders`: those of the fabric, which may add others later. `collective_load`: a context for
-    changes of models that are the same on all ranks.
-    """
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        access: FindAccess,
-        scalers: Callable[[], Sequence[Stateful]],
-        schedulers: Sequence[Stateful],
-        steps: Mapping[Optimizer, Stateful],
-        loaders: Sequence[weakref.ref[DeviceLoader]],
-        loading: Callable[[], None],
-    ) -> None:
+    def __init__(self, runtime: Runtime, set_up: SetUp, moments: Moments) -> None:
         self._runtime, self._collective = runtime, runtime.collective
-        self._access, self._loading = access, loading
-        self._scalers, self._schedulers, self._steps, self._loaders = scalers, schedulers, steps, loaders
+        self._set_up, self._moments, self._access = set_up, moments, set_up.state_access
         self._left_out: set[str] = set()
         """What was reported to be left out of checkpoints: names of loaders without a state, and messages."""
         self._background = BackgroundSaves(runtime.collective)
@@ -105,10 +88,10 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """See `Fabric.load`."""
         if state is not None:
-            check_named("load", state)
+            _check_named("load", state)
         found = {} if state is None else state
         content = self._read(path)
-        run = content.pop(run_state.NAME, None)
+        run = content.pop(NAME, None)
         self._refuse_misfits(
             "load",
             path,
@@ -118,7 +101,8 @@ class Checkpoints:
             strict=strict,
         )
         # What an optimizer keeps would not be trained on if it were made within `torch.inference_mode`.
-        self._loading()
+        for moment in self._moments.loading:
+            moment()
         with torch.inference_mode(False):
             rest = restore(found, content, strict=strict, access=self._access, loaders=self._loader_states)
         if is_run(dict(found)):
@@ -127,7 +111,6 @@ class Checkpoints:
 
     def load_raw(self, path: Path, obj: Stateful, *, strict: bool) -> None:
         """See `Fabric.load_raw`."""
-        check_has_state(obj)
         content = self._read(path)
         if isinstance(obj, nn.Module):
             content = foreign.with_tied(uncompiled(obj), content)
@@ -140,7 +123,8 @@ class Checkpoints:
             lambda: advice({"": obj}, content, self._access),
             strict=strict,
         )
-        self._loading()
+        for moment in self._moments.loading:
+            moment()
         with torch.inference_mode(False):
             load_into(obj, content, strict=strict, access=self._access)
 
@@ -153,11 +137,10 @@ class Checkpoints:
 
     def content(self, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
         """The states of the objects: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""
-        check_named("save", state)
-        check_filter(keep)
+        _check_named("save", state)
         content = state_of(state, keep, self._access, self._loader_states, gathered=gathered)
         if has_objects(dict(state)):
-            content[run_state.NAME] = self._run_state(state).read(gathered=gathered)
+            content[NAME] = self._run_state(state).read(gathered=gathered)
         return content
 
     def _read(self, path: Path) -> Any:
@@ -188,10 +171,21 @@ class Checkpoints:
         return LoaderStates(self._collective, self._runtime.report, self._left_out)
 
     def _run_state(self, state: Mapping[str, Any]) -> RunState:
-        loaders = [loader for each in self._loaders if (loader := each()) is not None]
-        return run_state_of(
-            self._runtime, self._scalers(), self._schedulers, self._steps, loaders, dict(state), self._left_out
-        )
+        return RunState(self._runtime, self._set_up, dict(state), self._left_out)
 
     def _progress(self, description: str) -> AbstractContextManager[Callable[[int, int], None]]:
         return checkpoint_progress(description, enabled=self._runtime.world.is_global_zero)
+
+
+def _check_named(method: str, state: object) -> None:
+    """Raise TypeError if `state` is no mapping with names, ValueError if it uses a reserved name."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"`fabric.{method}(path, ...)` was given a `{type(state).__name__}`. Give it a name: "
+            "`{'model': model}`. `load_raw` reads a file that holds the bare state of one object."
+        )
+    if NAME in state:
+        raise ValueError(
+            f"`fabric.{method}(path, {{{NAME!r}: ...}})`: this name is reserved for the run's random "
+            "generators and loss scale. Write another one."
+        )

@@ -69,7 +69,6 @@ class CheckpointDirectory:
         checkpoint, and `wait()`. Ranks: all. Raises: as `fabric.save`; ValueError, on every rank: on rank 0 there is
         `keep_best` and no metric, a metric that is not one number, or a step that is not an integer from 0 on.
         """
-        _check_fabric("save", fabric)
         wrong = fabric.collective.broadcast_object(self._wrong(step, metric))
         if wrong is not None:
             raise ValueError(wrong)
@@ -95,7 +94,6 @@ class CheckpointDirectory:
 
         Ranks: all; rank 0 chooses. Raises: as `fabric.load`.
         """
-        _check_fabric("load", fabric)
         fabric.wait_for_save()
         path = from_rank_zero(fabric.collective, self._storage, self.latest)
         return None if path is None else fabric.load(path, state, strict, resume_loaders=resume_loaders)
@@ -132,14 +130,6 @@ class CheckpointDirectory:
         remove_incomplete(self._storage)
         step = None if step is None else operator.index(step)
         return str(Name(number=number, step=step, metric=None if metric is None else float(metric)))
-
-
-def _check_fabric(method: str, fabric: object) -> None:
-    if not hasattr(fabric, "wait_for_save"):
-        raise TypeError(
-            f"`CheckpointDirectory.{method}` was given a `{type(fabric).__name__}` as the fabric. Write "
-            f"`{method}(fabric, {{'model': model, 'optimizer': optimizer}})`."
-        )
 
 
 def _is_count(step: Any) -> bool:

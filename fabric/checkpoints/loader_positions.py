@@ -14,14 +14,12 @@ from typing import Any, final
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fabric.strategies.checkpoint.run_state import Positions
 from fabric.strategies.checkpoint.state import SKIPPED, LoaderAccess, is_stateful
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 from fabric.strategies.checkpoint.values import encode
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.device_loader import DeviceLoader, StatefulDeviceLoader, loader_name
-from fabric.strategies.data.take import length_of
 
 OF_RANKS = "loader of each rank"
 """The key under which the states of all ranks are saved."""
@@ -63,10 +61,7 @@ class LoaderStates(LoaderAccess):
                 f"{'each data of its own' if own else 'one order'}. Load it with as many ranks that read the same data "
                 "in the same parts, or leave it out of the state: then the epoch starts from its beginning."
             )
-        position = in_memory(content if states is None else states[self._collective.rank])
-        loader.load_state_dict(position)
-        if _is_at_end(loader, position):
-            self._report(f"`state[{name!r}]` (`{loader_name(loader)}`) continues {_place(position)}{_AT_END}")
+        loader.load_state_dict(in_memory(content if states is None else states[self._collective.rank]))
 
     def _leave_out(self, name: str, loader: object) -> None:
         if name in self._reported:
@@ -86,7 +81,7 @@ def _reads_own_part(loader: object) -> bool:
 
 
 @final
-class LoaderPositions(Positions):
+class LoaderPositions:
     """The positions of the prepared loaders that a state does not name, in the order in which they were set up.
 
     They are restored only if every rank can; otherwise the loaders keep their positions, and a message says why.
@@ -98,9 +93,11 @@ class LoaderPositions(Positions):
         self._loaders, self._collective, self._report, self._reported = loaders, collective, report, reported
 
     def read(self) -> list[Any]:
+        """Those of this rank. Ranks: each on its own."""
         return [self._position(number, loader) for number, loader in enumerate(self._loaders)]
 
     def merged(self, of_ranks: list[list[Any]]) -> list[Any]:
+        """What is saved, from the positions of all ranks. Ranks: each on its own."""
         if len({len(each) for each in of_ranks}) > 1:  # Python frees loaders that are not used any more
             self._report_once("Ranks have different numbers of data loaders, so their positions are not saved.")
             return []
@@ -110,30 +107,23 @@ class LoaderPositions(Positions):
         ]
 
     def write(self, saved: list[Any]) -> None:
+        """Restore what `merged` returned, with a `Stored` for each tensor. Ranks: all call it."""
         if not saved:
             return
-        own_problems = self._problems(saved)
-        fits = own_problems is not None and not any(own_problems)
-        if self._collective.reduce_boolean_decision(fits):
-            problems_of_ranks = [own_problems]
-        else:
-            problems_of_ranks = self._collective.all_gather_object(own_problems)
-        known = [problems for problems in problems_of_ranks if problems is not None]
-        if len(known) < len(problems_of_ranks):
+        of_ranks = self._collective.all_gather_object(self._problems(saved))
+        known = [problems for problems in of_ranks if problems is not None]
+        if len(known) < len(of_ranks):
             self._report(_OTHER_NUMBER.format(saved=len(saved), here=len(self._loaders)))
             return
-        for number, (loader, state) in enumerate(zip(self._loaders, saved, strict=True), start=1):
-            problem = next((problems[number - 1] for problems in known if problems[number - 1]), None)
+        for number, (loader, state, *problems) in enumerate(zip(self._loaders, saved, *known, strict=True), start=1):
+            problem = next(filter(None, problems), None)
             if problem is not None:
                 self._report(f"Loader {number} of the run was not restored: {problem}")
             elif state is not None:
                 assert isinstance(loader, StatefulDeviceLoader)
                 own = in_memory(state[OF_RANKS][self._collective.rank] if OF_RANKS in state else state)
                 loader.load_state_dict(own)
-                if _is_at_end(loader, own):
-                    start = f"Loader {number} of the run (`{loader_name(loader)}`) continues {_place(own)}"
-                    self._report(start + _AT_END)
-                elif "loader" in own or own.get("order", {}).get("samples"):
+                if "loader" in own or own.get("order", {}).get("samples"):
                     self._report(_CONTINUES.format(number=number, name=loader_name(loader), place=_place(own)))
 
     def _position(self, number: int, loader: DeviceLoader) -> Any:
@@ -196,23 +186,6 @@ def _place(state: dict[str, Any]) -> str:
     return f"epoch {state['order']['epoch']} after {state['order']['samples']} samples"
 
 
-def _is_at_end(loader: object, position: Any) -> bool:
-    """Whether the first iteration from this position is known to yield nothing."""
-    if not isinstance(loader, StatefulDeviceLoader) or not isinstance(position, dict):
-        return False
-    if "loader" in position or "order" not in position:
-        return bool(position.get("spent"))
-    order, num_items = loader.fitting(position), position["cut"]["items"]
-    num_batches = length_of(loader)
-    is_last = num_batches is not None and order["start"] == 0 and order["batches"] >= num_batches > 0
-    return is_last or (num_items is not None and order["samples"] >= num_items > 0)
-
-
-_AT_END = (
-    ", which is the end of that epoch: the first iteration over it yields no batch, as in the run that was saved, and "
-    "`next(iter(loader))` raises StopIteration. To begin the next epoch at once, call `loader.set_epoch(epoch)` with "
-    "its number."
-)
 _OTHER_NUMBER = (
     "The checkpoint has the positions of {saved} data loaders that the saved state did not name, and this run has "
     "{here}: they are unchanged, and epochs start from their beginning. Set up the same loaders, in the same order, "

@@ -24,19 +24,15 @@ _PLACE_OPTIONS = {"node_rank": "--node-rank", "main_address": "--main-address", 
 _PLACE_VARIABLES = {"node_rank": "NODE_RANK", "main_address": "MASTER_ADDR", "main_port": "MASTER_PORT"}
 
 
-def external_launcher_without_a_world(request: Request, machine: Machine) -> str | None:
-    """`launcher='external'`, but no launcher has started the processes."""
-    if request.launcher != "external" or machine.world is not None:
-        return None
-    return (
-        f"`launcher='external'` means that another program starts the processes, but the environment has no variables "
-        f"of one. Looked for: {_LOOKED_FOR}. Start the script with torchrun or srun, or leave `launcher` out."
-    )
-
-
-def starting_launcher_inside_a_world(request: Request, machine: Machine) -> str | None:
-    """A launcher that starts processes, where the processes exist already."""
+def launcher_against_the_world(request: Request, machine: Machine) -> str | None:
+    """`launcher='external'` where no launcher has started the processes; one that starts them where they exist."""
     world = machine.world
+    if request.launcher == "external" and world is None:
+        return (
+            f"`launcher='external'` means that another program starts the processes, but the environment has no "
+            f"variables of one. Looked for: {_LOOKED_FOR}. Start the script with torchrun or srun, or leave `launcher` "
+            "out."
+        )
     if world is None or request.launcher in ("auto", "external", world.launcher):
         return None
     return (
@@ -56,16 +52,6 @@ def nodes_against_the_world(request: Request, machine: Machine) -> str | None:
     )
 
 
-def place_against_a_foreign_world(request: Request, machine: Machine) -> str | None:
-    """Node rank or address, which the launcher has set."""
-    world, written = machine.world, _place_options(request)
-    if world is None or world.launcher in OURS or not written:
-        return None
-    return (
-        f"`{written}` sets the rank or address of a node, but {describe_world(machine)}, which sets them. Leave it out."
-    )
-
-
 def output_against_a_foreign_world(request: Request, machine: Machine) -> str | None:
     """Options for the output of ranks that another launcher has started."""
     written = f"log_dir={request.log_dir!r}" if request.log_dir is not None else "prefix_output=True"
@@ -81,54 +67,43 @@ def output_against_a_foreign_world(request: Request, machine: Machine) -> str | 
     )
 
 
-def place_without_nodes(request: Request, machine: Machine) -> str | None:
-    """Node rank or address, with one node."""
-    written = _place_options(request)
-    if machine.world is not None or request.num_nodes > 1 or not written:
-        return None
-    return f"`{written}` is for several nodes, but `num_nodes=1`. Add `--num-nodes`, or leave it out."
-
-
-def place_given_twice(request: Request, machine: Machine) -> str | None:
-    """The command line and the environment give different node ranks or addresses."""
-    if not _needs_a_place(request, machine):
-        return None
-    for name, option in _PLACE_OPTIONS.items():
-        typed, found = getattr(request, name), getattr(machine, name)
+def place_of_a_node(request: Request, machine: Machine) -> str | None:
+    """Node rank and address of node 0: where they are not needed, missing, given twice, or out of range."""
+    options = ((option, getattr(request, name)) for name, option in _PLACE_OPTIONS.items())
+    written = " ".join(f"{option} {value}" for option, value in options if value is not None)
+    if machine.world is not None:
+        if machine.world.launcher in OURS or not written:
+            return None
+        return (
+            f"`{written}` sets the rank or address of a node, but {describe_world(machine)}, which sets them. Leave it "
+            "out."
+        )
+    nodes = request.num_nodes
+    if nodes == 1:
+        if not written:
+            return None
+        return f"`{written}` is for several nodes, but `num_nodes=1`. Add `--num-nodes`, or leave it out."
+    places = {name: (getattr(request, name), getattr(machine, name)) for name in _PLACE_OPTIONS}
+    for name, (typed, found) in places.items():
         if typed is not None and found is not None and typed != found:
             return (
-                f"`{option} {typed}` was written, but `{_PLACE_VARIABLES[name]}={found}` is in the environment. "
-                f"Leave one of them out."
+                f"`{_PLACE_OPTIONS[name]} {typed}` was written, but `{_PLACE_VARIABLES[name]}={found}` is in the "
+                "environment. Leave one of them out."
             )
-    return None
-
-
-def nodes_without_a_place(request: Request, machine: Machine) -> str | None:
-    """Several nodes without node rank or address of node 0."""
-    if not _needs_a_place(request, machine):
-        return None
-    missing = [name for name in _PLACE_OPTIONS if getattr(request, name) is None and getattr(machine, name) is None]
-    if not missing:
-        return None
-    nodes = request.num_nodes
-    return (
-        f"`num_nodes={nodes}` needs the rank of this node and the address and port of node 0; missing: "
-        f"{', '.join(f'{_PLACE_OPTIONS[name]} ({_PLACE_VARIABLES[name]})' for name in missing)}. On each node, run "
-        f"`fabric run --num-nodes {nodes} --node-rank N --main-address HOST --main-port 29500 SCRIPT`, N from 0 to "
-        f"{nodes - 1} and HOST being node 0; or set the variables; or start it with torchrun or srun."
-    )
-
-
-def node_rank_beyond_the_nodes(request: Request, machine: Machine) -> str | None:
-    """A node rank that is not below the number of nodes."""
-    if not _needs_a_place(request, machine):
-        return None
-    rank = request.node_rank if request.node_rank is not None else machine.node_rank
-    if rank is None or rank < request.num_nodes:
+    missing = [name for name, place in places.items() if place == (None, None)]
+    if missing:
+        return (
+            f"`num_nodes={nodes}` needs the rank of this node and the address and port of node 0; missing: "
+            f"{', '.join(f'{_PLACE_OPTIONS[name]} ({_PLACE_VARIABLES[name]})' for name in missing)}. On each node, run "
+            f"`fabric run --num-nodes {nodes} --node-rank N --main-address HOST --main-port 29500 SCRIPT`, N from 0 to "
+            f"{nodes - 1} and HOST being node 0; or set the variables; or start it with torchrun or srun."
+        )
+    rank = next(each for each in places["node_rank"] if each is not None)
+    if rank < nodes:
         return None
     return (
-        f"This node's rank is {rank}, but with `num_nodes={request.num_nodes}` ranks of nodes are 0 to "
-        f"{request.num_nodes - 1}. Give each node a different rank in that range."
+        f"This node's rank is {rank}, but with `num_nodes={nodes}` ranks of nodes are 0 to {nodes - 1}. Give each node "
+        "a different rank in that range."
     )
 
 
@@ -139,29 +114,22 @@ def launcher_against_the_program(request: Request, machine: Machine) -> str | No
     return launcher_row(request.launcher).why_not(machine.program, machine.system)
 
 
-def restarts_by_another(request: Request, machine: Machine) -> str | None:
-    """Restarts with another launcher than 'elastic'."""
+def restarts_that_no_launcher_makes(request: Request, machine: Machine) -> str | None:
+    """Restarts by another launcher than 'elastic', or of several nodes, between which our supervisors do not agree."""
     written, world = request.max_restarts, machine.world
-    if written is None or (world is not None and world.launcher in OURS):
-        return None
     if world is not None:
+        if written is None or world.launcher in OURS:
+            return None
         return (
             f"`--max-restarts {written}` restarts ranks, but {describe_world(machine)}: only {world.launcher} can "
-            "restart "
-            f"them. Set the number of restarts there, and leave it out here."
+            "restart them. Set the number of restarts there, and leave it out here."
         )
-    if request.launcher in ("auto", "elastic"):
-        return None
-    return (
-        f"`--max-restarts {written}` and `launcher={request.launcher!r}`: only 'elastic' restarts ranks. Leave one of "
-        f"them out."
-    )
-
-
-def restarts_on_several_nodes(request: Request, machine: Machine) -> str | None:
-    """Restarts on several nodes: torchrun's agents coordinate restarts between nodes, our supervisors do not."""
-    is_wanted = request.launcher == "elastic" or request.max_restarts is not None
-    if not is_wanted or machine.world is not None or request.num_nodes == 1:
+    if written is not None and request.launcher not in ("auto", "elastic"):
+        return (
+            f"`--max-restarts {written}` and `launcher={request.launcher!r}`: only 'elastic' restarts ranks. Leave one "
+            "of them out."
+        )
+    if request.num_nodes == 1 or (written is None and request.launcher != "elastic"):
         return None
     return (
         f"`num_nodes={request.num_nodes}` and `launcher='elastic'`: it restarts the ranks of one node only. Start each "
@@ -170,17 +138,11 @@ def restarts_on_several_nodes(request: Request, machine: Machine) -> str | None:
 
 
 CONFLICTS: tuple[Conflict, ...] = (
-    external_launcher_without_a_world,
-    starting_launcher_inside_a_world,
+    launcher_against_the_world,
     nodes_against_the_world,
-    place_against_a_foreign_world,
     output_against_a_foreign_world,
-    restarts_by_another,
-    restarts_on_several_nodes,
-    place_without_nodes,
-    place_given_twice,
-    nodes_without_a_place,
-    node_rank_beyond_the_nodes,
+    restarts_that_no_launcher_makes,
+    place_of_a_node,
     launcher_against_the_program,
 )
 
@@ -263,13 +225,3 @@ def describe_world(machine: Machine) -> str:
     read = f"; read: {', '.join(machine.variables)}" if machine.variables else ""
     processes = f"{world.size} process{'es' * (world.size > 1)}"
     return f"{world.launcher} started {processes} ({world.local_size} on this node{read})"
-
-
-def _needs_a_place(request: Request, machine: Machine) -> bool:
-    return request.num_nodes > 1 and machine.world is None
-
-
-def _place_options(request: Request) -> str:
-    """The options for node rank and address, as typed; empty if there are none."""
-    options = ((option, getattr(request, name)) for name, option in _PLACE_OPTIONS.items())
-    return " ".join(f"{option} {value}" for option, value in options if value is not None)

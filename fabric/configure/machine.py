@@ -76,7 +76,7 @@ class Machine:
     current_device: int | None = None
     """The index of the device that a rank works on, once it has opened one."""
     own_device: int | None = None
-    """In a world of one process inside a rank: the device that `devices=1` means. See `own_world.py`."""
+    """In a world of one process inside a rank: the device that `devices=1` means."""
     node_rank: int | None = None
     """NODE_RANK, MASTER_ADDR and MASTER_PORT, for nodes that are started by hand. Read for several nodes only."""
     main_address: str | None = None

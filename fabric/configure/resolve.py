@@ -4,7 +4,7 @@ A pure function of two values (and of the tables of names), so that every rule i
 `auto`; other values are honoured or refused, never replaced:
 
 - The world in the environment decides: `auto` takes its sizes, and a number that differs from them is an error.
-  One device inside a rank may be a world of its own: see `own_world.py`.
+  One device inside a rank may be a world of its own: see `_world_of_its_own`.
 - Without a world, `devices='auto'` is one process on the CPU, and elsewhere every device that the strategy can use.
 - `accelerator='auto'` is the one torch reports, else the CPU. `strategy='auto'` is `single_device` for one process
   and `ddp` for more.
@@ -15,7 +15,7 @@ A pure function of two values (and of the tables of names), so that every rule i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fabric.configure.conflicts import (
     CONFLICTS,
@@ -28,10 +28,9 @@ from fabric.configure.conflicts import (
 from fabric.configure.devices import choose_devices, requested_devices
 from fabric.configure.machine import Found, Machine
 from fabric.configure.options import DEFAULT_MAX_RESTARTS
-from fabric.configure.own_world import world_of_its_own
 from fabric.configure.request import Request
 from fabric.launchers.launcher import Topology
-from fabric.launchers.registry import PER_DEVICE, launcher_row
+from fabric.launchers.registry import OURS, PER_DEVICE, launcher_row
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.options import check_options, with_timeout
@@ -70,7 +69,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     Raises: ValueError: arguments contradict each other, or this machine. TypeError: an option of a strategy has the
     wrong type.
     """
-    machine = world_of_its_own(request, machine)
+    machine = _world_of_its_own(request, machine)
     for conflict in CONFLICTS:
         _refuse(conflict(request, machine))
     found = _found(request, machine)
@@ -97,6 +96,24 @@ def resolve(request: Request, machine: Machine) -> Resolved:
         world=machine.world,
         topology=topology,
     )
+
+
+def _world_of_its_own(request: Request, machine: Machine) -> Machine:
+    """The machine for a fabric of one process inside a rank (a player beside the learner, a merge on rank 0), whose
+    device is the one that the rank already uses; the machine unchanged if the request asks for none.
+
+    Under an external launcher, one device may be a mistake: `torchrun --nproc-per-node 2` with a script for one device
+    would make two worlds, each with a "rank 0" that writes the same files. So there, the process must have joined the
+    other ranks before. A rank of our own launchers needs no such proof: the program asked for several ranks. If each
+    node has one process, `devices=1` describes the existing world; `strategy='single_device'` makes a separate one.
+    """
+    world = machine.world
+    if world is None or world.size == 1 or not request.asks_for_one(world):
+        return machine
+    if world.launcher not in OURS and not machine.has_met_others:
+        return machine
+    own_device = machine.current_device if machine.current_device is not None else world.local_rank
+    return replace(machine, world=None, variables=(), own_device=own_device)
 
 
 def _with_timeout(strategy: Strategy, word: str, request: Request) -> Strategy:

@@ -56,10 +56,12 @@ class Accumulation:
             finally:
                 del self.held[len(self.held) - len(models) :]
 
-    def note_backward(self, models: Sequence[Prepared]) -> None:
-        """After a backward of a loss of these models, and of no other."""
-        self.kept = [each for each in self.kept if not any(each.model is model for model in models)]
-        self.kept += [_Kept(model) for model in models if any(model is each for each in self.held)]
+    def note_backward(self, models: Sequence[Prepared], *, is_named: bool) -> None:
+        """After a backward of a loss of these models; of which of them is not known, unless the user has named them."""
+        self.is_unsynced = bool(self.held)
+        if is_named or len(models) == 1:
+            self.kept = [each for each in self.kept if not any(each.model is model for model in models)]
+            self.kept += [_Kept(model) for model in models if any(model is each for each in self.held)]
 
     def windows(
         self,
@@ -70,32 +72,21 @@ class Accumulation:
         ahead: ReadAhead,
     ) -> Iterator[Window[T]]:
         """See `Fabric.accumulate`. `ahead`: tells loaders that a batch is read ahead."""
+        total, taken = length_of(batches), 0
         remaining = _Ahead(iter(batches), self.repeated, ahead)
-        is_complete = False
         try:
-            yield from self._windows(length_of(batches), remaining, num_batches, models, unsynced)
-            is_complete = True
+            while remaining.has_next():
+                if self.is_unsynced and any(p.grad is not None for each in models for p in each.sync.parameters_held()):
+                    raise RuntimeError(_LEFT)
+                length = None if total is None else min(num_batches, total - taken)
+                self._steps_of, self._window = models, Window(remaining, num_batches, length, unsynced, self._note)
+                yield self._window
+                if self._window.num_read == 0:
+                    raise RuntimeError(_UNREAD)
+                taken += self._window.num_read
+            remaining.leave(is_complete=True)
         finally:
-            remaining.leave(is_complete)
-
-    def _windows(
-        self,
-        total: int | None,
-        remaining: _Ahead[T],
-        num_batches: int,
-        models: tuple[Prepared, ...],
-        unsynced: Callable[[], AbstractContextManager[None]],
-    ) -> Iterator[Window[T]]:
-        taken = 0
-        while remaining.has_next():
-            if self.is_unsynced and any(p.grad is not None for model in models for p in model.sync.parameters_held()):
-                raise RuntimeError(_LEFT)
-            length = None if total is None else min(num_batches, total - taken)
-            self._steps_of, self._window = models, Window(remaining, num_batches, length, unsynced, self._note)
-            yield self._window
-            if self._window.num_read == 0:
-                raise RuntimeError(_UNREAD)
-            taken += self._window.num_read
+            remaining.leave(is_complete=False)
 
     def guard(self, optimizers: Iterable[Optimizer]) -> None:
         """Make a step of these raise RuntimeError if gradients of a window were not synchronised."""
@@ -244,8 +235,8 @@ class _Ahead(Iterator[T]):
             self._repeated.put(self._received)
         return self._held.pop()
 
-    def leave(self, is_complete: bool) -> None:
-        """The loop has asked for another item after the last (`is_complete`), or was left before."""
+    def leave(self, *, is_complete: bool) -> None:
+        """The loop has asked for another item after the last (`is_complete`), or was left before. Once."""
         for end in self._ends:
             end(is_complete)
         self._ends.clear()

@@ -8,14 +8,12 @@ read by several ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fabric.strategies.collectives import nested
-from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.data.device_loader import DeviceLoader, loader_name
 from fabric.strategies.data.share import Share
@@ -31,30 +29,39 @@ def gather_for_metrics(
 ) -> T:
     """The implementation of `Fabric.gather_for_metrics`. Ranks: all call it.
 
-    Cost: an all-gather of three numbers, one of the shapes of all batches, and one of the values, padded to the rank
-    with the most.
+    Cost: the shapes of all batches are gathered as objects; then the values, padded to the rank with the most.
     """
     fault: Exception | None = None
+    batches: list[list[Tensor]] = []
+    nest: Any = None
     try:
-        mine = _read(values, loader, pad_value)
+        batches, nest = _read(values, loader, padded=pad_value is not None)
     except (TypeError, ValueError, RuntimeError) as error:
-        fault, mine = error, _Values([], None, pad_value)
-    own = torch.tensor([fault is not None, len(mine.batches), share.index], device="cpu")
-    faults, counts, shares = collective.all_gather(own).T.tolist()
-    if any(faults):
-        _raise_together(collective, fault)
-    if not any(counts):
+        fault = error
+    shapes = [[tuple(tensor.shape) for tensor in batch] for batch in batches]
+    spec = _spec_of_all(nest, pad_value) if batches else None
+    of_ranks = collective.all_gather_object(("" if fault is None else str(fault), share.index, spec, shapes))
+    if fault is not None:
+        raise fault
+    for rank, (words, _, _, _) in enumerate(of_ranks):
+        if words:
+            raise CollectiveError(f"`gather_for_metrics` on rank {rank}: {words}", rank=collective.rank)
+    specs = {of_rank: rank for rank, (_, _, of_rank, _) in reversed([*enumerate(of_ranks)]) if of_rank is not None}
+    if not specs:
         raise ValueError(f"`gather_for_metrics` of a `{loader_name(loader)}` that has yielded no batch on any rank.")
-    if not all(counts):
-        first = next(rank for rank, count in enumerate(counts) if count)
-        mine.nest = collective.broadcast_object(mine.nest, src=first)
-    check_call(collective, "\n".join(["gather_for_metrics", *mine.lines()]), advice=_PAD)
+    if len(specs) > 1:
+        found = "\n".join(f"rank {rank}: {each}" for each, rank in specs.items())
+        raise CollectiveError(f"`gather_for_metrics` got different values:\n{found}\n{_PAD}", rank=collective.rank)
+    if any(of_rank is None for _, _, of_rank, _ in of_ranks):
+        nest = collective.broadcast_object(nest, src=next(iter(specs.values())))
+    shares = [index for _, index, _, _ in of_ranks]
     sources = [shares.index(index) for index in sorted(set(shares))]
-    return mine.put_together(collective, counts, sources)  # type: ignore[no-any-return]
+    return _put_together(collective, batches, nest, [of_rank[3] for of_rank in of_ranks], sources, pad_value or 0)  # type: ignore[no-any-return]
 
 
-def _read(values: Sequence[Any], loader: Any, pad_value: float | None) -> _Values:
-    """This rank's values, without those of repeated batches."""
+def _read(values: Sequence[Any], loader: Any, *, padded: bool) -> tuple[list[list[Tensor]], Any]:
+    """This rank's values, without those of repeated batches: the tensors of each batch, in the order of their paths,
+    and the values of one batch in their containers, with zero rows."""
     if not isinstance(loader, DeviceLoader):
         raise TypeError(
             f"`gather_for_metrics(values, loader)` was given a `{type(loader).__name__}` as loader. Pass what "
@@ -92,9 +99,9 @@ def _read(values: Sequence[Any], loader: Any, pad_value: float | None) -> _Value
                 f"`gather_for_metrics`: the values of batch {len(paths) - 1} are {paths[-1]}, and those of batch 0 are "
                 f"{paths[0]}. Give all batches the same nest."
             )
-        _check_shapes(paths[0], batches[0], batches[-1], len(batches) - 1, padded=pad_value is not None)
+        _check_shapes(paths[0], batches[0], batches[-1], len(batches) - 1, padded=padded)
     nest = map_tensors(lambda path, tensor: tensor[:0] if tensor.ndim else tensor, values[0]) if batches else None
-    return _Values(batches, nest, pad_value)
+    return batches, nest
 
 
 def _check_shapes(paths: list[str], first: list[Tensor], other: list[Tensor], number: int, *, padded: bool) -> None:
@@ -107,81 +114,59 @@ def _check_shapes(paths: list[str], first: list[Tensor], other: list[Tensor], nu
             )
 
 
-@final
-@dataclass(slots=True)
-class _Values:
-    """The values of one rank: the tensors of each batch, in the order of their paths."""
+def _spec_of_all(nest: Any, pad_value: float | None) -> str:
+    """A description that must be equal on all ranks that have values."""
+    lines = [f"pad_value={pad_value}"]
 
-    batches: list[list[Tensor]]
-    nest: Any
-    """The values of one batch in their containers, with zero rows."""
-    pad_value: float | None
+    def collect(path: str, tensor: Tensor) -> None:
+        rest = ("any" if pad_value is not None else str(length) for length in tensor.shape[1:])
+        shape = ", ".join(("any", *rest)) if tensor.ndim else ""
+        lines.append(f"{path}: {str(tensor.dtype).removeprefix('torch.')} ({shape}) on {tensor.device.type}")
 
-    def lines(self) -> list[str]:
-        """A description that must be equal on all ranks."""
-        lines = [f"pad_value: {self.pad_value}"]
+    map_tensors(collect, nest, "values[i]")
+    return "; ".join(lines)
 
-        def collect(path: str, tensor: Tensor) -> None:
-            rest = ", ".join("any" if self.pad_value is not None else str(length) for length in tensor.shape[1:])
-            shape = f"(any, {rest})" if tensor.ndim > 1 else "(any)" if tensor.ndim else "()"
-            lines.append(f"{path}: {str(tensor.dtype).removeprefix('torch.')} {shape} on {tensor.device.type}")
 
-        map_tensors(collect, self.nest, "values[i]")
-        return lines
+def _put_together(
+    collective: Collective,
+    batches: list[list[Tensor]],
+    nest: Any,
+    shapes: list[list[list[tuple[int, ...]]]],
+    sources: list[int],
+    pad_value: float,
+) -> Any:
+    """The values of all batches of the ranks `sources`, step by step. Ranks: all call it.
 
-    def put_together(self, collective: Collective, counts: list[int], sources: list[int]) -> Any:
-        """The values of all batches of the ranks `sources`, step by step. Ranks: all call it."""
-        empty: list[Tensor] = []
-        map_tensors(lambda path, tensor: empty.append(_rows(tensor)[:0]), self.nest)
-        batches = [list(map(_rows, batch)) for batch in self.batches]
-        shapes = torch.zeros((max(counts), sum(each.ndim for each in empty)), dtype=torch.int64, device="cpu")
-        for step, batch in enumerate(batches):
-            shapes[step] = torch.tensor([length for each in batch for length in each.shape])
-        of_ranks = collective.all_gather(shapes)
-        lengths = []
-        """Number of rows of each tensor, `(ranks, steps)`."""
-        mine = []
-        for place, (each, of_each) in enumerate(
-            zip(empty, of_ranks.split_with_sizes([t.ndim for t in empty], dim=2), strict=True)
-        ):
-            lengths.append(of_each[:, :, 0])
-            shape = [int(lengths[-1].sum(dim=1).max()), *of_each[:, :, 1:].amax(dim=(0, 1)).tolist()]
-            mine.append(self._joined([batch[place] for batch in batches], shape, each))
-        gathered = iter(zip(nested.all_gather(collective, mine), lengths, strict=True))
+    `shapes`: of each tensor of each batch of each rank.
+    """
+    places: list[tuple[Tensor, list[list[int]]]] = []
+    """This rank's rows of each tensor, and how many each rank has of it in each step."""
 
-        def result(path: str, tensor: Tensor) -> Tensor:
-            rows, numbers = next(gathered)
-            pieces = {
-                rank: rows[rank][: int(numbers[rank].sum())].split_with_sizes(numbers[rank].tolist())
-                for rank in sources
-            }
-            return torch.cat(
-                [pieces[rank][step] for step in range(max(counts)) for rank in sources if step < counts[rank]]
-            )
-
-        return map_tensors(result, self.nest)
-
-    def _joined(self, batches: list[Tensor], shape: list[int], like: Tensor) -> Tensor:
-        """The rows of all batches, of `shape`."""
-        joined = like.new_full(shape, self.pad_value or 0)
+    def join(path: str, like: Tensor) -> None:
+        place = len(places)
+        rows_of = [[each[place][0] if each[place] else 1 for each in of_rank] for of_rank in shapes]
+        rests = [each[place][1:] for of_rank in shapes for each in of_rank]
+        joined = like.new_full((max(map(sum, rows_of)), *map(max, zip(*rests, strict=True))), pad_value)
         start = 0
         for batch in batches:
-            joined[(slice(start, start + len(batch)), *map(slice, batch.shape[1:]))] = batch
-            start += len(batch)
-        return joined
+            rows = batch[place] if batch[place].ndim else batch[place][None]
+            joined[(slice(start, start + len(rows)), *map(slice, rows.shape[1:]))] = rows
+            start += len(rows)
+        places.append((joined, rows_of))
 
+    map_tensors(join, nest)
+    gathered = iter(nested.all_gather(collective, [joined for joined, _ in places]))
+    numbers = iter([rows_of for _, rows_of in places])
 
-def _raise_together(collective: Collective, fault: Exception | None) -> None:
-    """Raise the error of this rank, and on other ranks the error that it failed. Ranks: all call it."""
-    words = collective.all_gather_object("" if fault is None else str(fault))
-    if fault is not None:
-        raise fault
-    rank = next(rank for rank, own in enumerate(words) if own)
-    raise CollectiveError(f"`gather_for_metrics` on rank {rank}: {words[rank]}", rank=collective.rank)
+    def result(path: str, like: Tensor) -> Tensor:
+        of_ranks, rows_of = next(gathered), next(numbers)
+        pieces = {rank: of_ranks[rank][: sum(rows_of[rank])].split(rows_of[rank]) for rank in sources}
+        num_steps = max(map(len, rows_of))
+        return torch.cat(
+            [pieces[rank][step] for step in range(num_steps) for rank in sources if step < len(pieces[rank])]
+        )
 
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.ndim else tensor[None]
+    return map_tensors(result, nest)
 
 
 def _spec(tensor: Tensor) -> str:

@@ -12,7 +12,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fabric.strategies.checkpoint.state import ShardedStateful, uncompiled
@@ -59,19 +58,15 @@ class MovingAverage(ShardedStateful):
 
         For evaluation, and to save the averaged model. Copies the weights, without communication (under DeepSpeed the
         model's weights are all-gathered, as after a step). Ranks: all call it.
-
-        Raises: RuntimeError: in a step of these weights within the context. It would be lost, as whatever else changes
-            them there.
+        What changes them there, such as a step, is lost.
         """
         self._refuse_applied("applied")
         own = self._copies()
         self._is_applied = True
-        refusal = register_optimizer_step_pre_hook(self._refuse_step)
         try:
             self._write(self._averages)
             yield
         finally:
-            refusal.remove()
             self._write(own)
             self._is_applied = False
 
@@ -121,13 +116,6 @@ class MovingAverage(ShardedStateful):
             weight.copy_(value)
         if self._prepared.trained is not None:
             self._prepared.trained.written()
-
-    def _refuse_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._prepared.optimizers or self._prepared.holds(optimizer):
-            raise RuntimeError(
-                f"`{type(optimizer).__name__}.step()` within `average.applied()`, which restores the former weights. "
-                "Step and load outside of it."
-            )
 
     def _refuse_applied(self, method: str) -> None:
         if self._is_applied:

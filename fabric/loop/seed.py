@@ -8,12 +8,10 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
-from fabric.strategies.data.rng import Rng, mix, preserved_rngs, process_rngs
+from fabric.strategies.data.rng import Rng, mix
 
 _NUM_SEEDS = 2**32
 """NumPy's seeds have 32 bits."""
@@ -63,12 +61,6 @@ def derive_seed(seed: int, *path: int) -> int:
     return mix("seed", seed, *path) % _NUM_SEEDS
 
 
-def isolated_rng() -> AbstractContextManager[None]:
-    """Context: restores the random generators of Python, NumPy, torch and the accelerator, if that is in use, at its
-    end."""
-    return preserved_rngs([*process_rngs(), *_accelerator_rngs()])
-
-
 def device_rngs(devices: Iterable[torch.device]) -> list[Rng]:
     """The generators of devices that are in use, in their order. The CPU's is a generator of the process."""
     return [rng for device in devices for rng in _device_rng(device)]
@@ -82,27 +74,13 @@ def _device_rng(device: torch.device) -> list[Rng]:
 
         return [Rng(*device_rng())]
     module = torch.get_device_module(device)
-    return [_rng_of(module, None if device.type == "mps" else device.index or 0)]
-
-
-def _accelerator_rngs() -> list[Rng]:
-    # `check_available=True` would initialise CUDA's driver, and no forked process could use it.
-    accelerator = torch.accelerator.current_accelerator(check_available=False)
-    if accelerator is None:
-        return []
-    module = torch.get_device_module(accelerator)
-    if accelerator.type == "mps":
-        return [_rng_of(module, None)]
-    if not module.is_initialized():  # reading a state would initialise the device
-        return []
-    return [_rng_of(module, index) for index in range(module.device_count())]
-
-
-def _rng_of(module: Any, index: int | None) -> Rng:
-    if index is None:  # MPS: one device; its functions take no index
-        return Rng(module.get_rng_state, module.set_rng_state, module.manual_seed)
-    return Rng(
-        read=lambda: module.get_rng_state(index),
-        write=lambda state: module.set_rng_state(state, index),
-        seed=module.manual_seed_all,
-    )
+    if device.type == "mps":  # one device; its functions take no index
+        return [Rng(module.get_rng_state, module.set_rng_state, module.manual_seed)]
+    index = device.index or 0
+    return [
+        Rng(
+            read=lambda: module.get_rng_state(index),
+            write=lambda state: module.set_rng_state(state, index),
+            seed=module.manual_seed_all,
+        )
+    ]

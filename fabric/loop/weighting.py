@@ -12,20 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import HOST_DEVICES, Collective
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.scaling import Factor, scale_gradients
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.flat_shards import plain_shard
 from fabric.strategies.tensors.dtensor import as_sharded, local_part
 from fabric.strategies.tensors.in_shards import InShards
@@ -33,78 +34,75 @@ from fabric.strategies.tensors.parameters import parameters_of
 
 Weight: TypeAlias = "float | Tensor"
 
-_grad = attrgetter("grad")
-
 
 @final
 class Weighting:
     """The weights of one fabric's losses, by model."""
 
-    def __init__(self, collective: Collective, device: torch.device) -> None:
-        """`device`: of this rank."""
-        self._collective, self._device = collective, device
-        self._kept_back: dict[nn.Module, _Unsynced] = {}
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.is_used = False
+        """Whether a loss had a weight."""
+        self.kept_back: dict[nn.Module, _Unsynced] = {}
+        """Models with gradients that are not synchronised, and so not divided yet."""
 
     def note_unweighted(self) -> None:
         """Called before a backward without a weight.
 
         Raises: RuntimeError: its gradients would be added to others that are not divided yet.
         """
-        if any(not kept.is_discarded() for kept in self._kept_back.values()):
+        self.kept_back = {module: kept for module, kept in self.kept_back.items() if not kept.is_discarded()}
+        if self.kept_back:
             raise RuntimeError(_MIXED)
 
-    def accumulate(
-        self, models: Sequence[Prepared], weight: Weight, run: Callable[[], None], optimizers: Iterable[Optimizer]
-    ) -> None:
-        """Run a backward that does not synchronise gradients. Raises: as `synchronise`."""
-        weights = [self._before(model, optimizers) + weight for model in models]
-        run()
-        self._kept_back.update(
-            {model.module: _Unsynced.of(model.sync, each) for model, each in zip(models, weights, strict=True)}
-        )
-
-    def synchronise(
+    def run(
         self,
+        backward: Callable[[], None],
         models: Sequence[Prepared],
-        weight: Weight,
-        run: Callable[[], None],
         bare: GradientSync | None,
+        weight: Weight,
         optimizers: Iterable[Optimizer],
+        *,
+        is_synchronised: bool,
     ) -> None:
-        """Run a synchronised backward, and divide by the weights of all ranks. Ranks: all, for the same models.
+        """Run a backward, and divide gradients by the weights of all ranks if it synchronises them.
 
-        Raises: RuntimeError: it would divide gradients that have no weight, or are divided already.
+        Ranks: all, for the same models, if it does. Raises: RuntimeError: it would divide gradients that have no
+        weight, or are divided already.
         """
+        self.is_used = True
         weights = [self._before(model, optimizers) + weight for model in models]
-        factors_of = _start_factors(self._collective, self._device, weights)
-        run()
+        if not is_synchronised:
+            backward()
+            for model, each in zip(models, weights, strict=True):
+                self.kept_back[model.module] = _Unsynced.of(model.sync, each)
+            return
+        factors_of = start_factors(self._runtime, weights)
+        backward()
         factors = factors_of()
         for model, factor in zip(models, factors, strict=True):
             model.sync.scale(factor)
-            self._kept_back.pop(model.module, None)
+            self.kept_back.pop(model.module, None)
         if bare is not None:
             bare.scale(factors[0])
 
     def _before(self, model: Prepared, optimizers: Iterable[Optimizer]) -> Weight:
         """The sum of the weights of gradients that are not synchronised yet."""
-        kept = self._kept_back.get(model.module)
+        kept = self.kept_back.get(model.module)
         if kept is None:
             _refuse_present(model, optimizers)
             return 0.0
-        if kept.is_discarded():
-            del self._kept_back[model.module]
-            return 0.0
-        return kept.weight
+        return 0.0 if kept.is_discarded() else kept.weight
 
 
 def _refuse_present(model: Prepared, optimizers: Iterable[Optimizer]) -> None:
-    stepped = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-    if {*map(_grad, stepped)} <= {None}:  # after `zero_grad`
+    stepped = (parameter for optimizer in optimizers for parameter in parameters_of(optimizer))
+    present = [each for each in stepped if each.grad is not None and each.requires_grad]
+    if not present:  # after `zero_grad`
         return
     held = set(model.sync.parameters_held())
-    gradients = [each.grad for each in stepped if each.requires_grad and each in held]
     # An engine refuses a second backward itself.
-    if any(_is_nonzero(gradient) for gradient in gradients if not isinstance(gradient, InShards)):
+    if any(_is_nonzero(each.grad) for each in present if each in held and not isinstance(each.grad, InShards)):
         raise RuntimeError(_PRESENT.format(name=type(uncompiled(model.module)).__name__))
 
 
@@ -121,28 +119,37 @@ class _Unsynced:
     @classmethod
     def of(cls, sync: GradientSync, weight: Weight) -> _Unsynced:
         gradient = _first_gradient(sync)
-        return cls(sync, weight, None if gradient is None else TensorWeakRef(gradient), _version(gradient))
+        if gradient is None:
+            return cls(sync, weight, None, -1)
+        return cls(sync, weight, TensorWeakRef(gradient), gradient._version)
 
     def is_discarded(self) -> bool:
         """Whether the gradients were set to None or to zero since."""
         gradient = _first_gradient(self.sync)
-        then = None if self.gradient is None else self.gradient()
-        is_same = gradient is not None and gradient is then and _version(gradient) == self.version
-        if is_same and not isinstance(gradient, InShards):  # whose zeroing counts no version
+        then: Tensor | None = None if self.gradient is None else self.gradient()
+        # Zeroing of a gradient in shards counts no version.
+        if then is not None and then is gradient and not isinstance(then, InShards) and then._version == self.version:
             return False
         return not any(_is_nonzero(parameter.grad) for parameter in self.sync.parameters_held())
 
 
-def average_over_ranks(
-    collective: Collective, device: torch.device, parameters: Sequence[Tensor], weight: Weight | None
-) -> None:
-    """See `Fabric.average_gradients`. Ranks: all."""
-    if weight is None:
-        average(collective, parameters)
-        return
-    factors_of = _start_factors(collective, device, [weight])
-    average(collective, parameters)
-    scale_gradients(parameters, factors_of()[0])
+def average_over_ranks(runtime: Runtime, parameters: Sequence[Tensor], weight: Weight | None) -> None:
+    """The implementation of `Fabric.average_gradients`. Ranks: all."""
+    if any(as_sharded(parameter) is not None for parameter in parameters):
+        raise ValueError(
+            "`average_gradients` was given a sharded parameter, of which every rank holds another part. Set its "
+            "model up, and call `fabric.backward`."
+        )
+    weight = None if weight is None else check_weight(weight)
+    factor = runtime.loader_numbers.repeated.factor()  # a batch that is repeated has the weight zero
+    if weight is not None and not factor:
+        weight = 0.0 * weight
+    if not factor or (factor != 1 and weight is None):
+        scale_gradients(parameters, factor)
+    factors_of = None if weight is None else start_factors(runtime, [weight])
+    average(runtime.collective.for_gradients(), parameters)
+    if factors_of is not None:
+        scale_gradients(parameters, factors_of()[0])
 
 
 def check_weight(weight: Any) -> Weight:
@@ -165,40 +172,25 @@ def check_weight(weight: Any) -> Weight:
     return number
 
 
-def _start_factors(
-    collective: Collective, device: torch.device, weights: Sequence[Weight]
-) -> Callable[[], Sequence[Factor]]:
+def start_factors(runtime: Runtime, weights: Sequence[Weight]) -> Callable[[], Sequence[Factor]]:
     """Start to average the weights over the ranks. Returns a function that waits, and returns the factors of the
     gradients."""
+    collective, device = runtime.collective.for_gradients(), runtime.device
     numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
     if collective.size == 1 and len(numbers) == len(weights):
         return lambda: [_inverse(number) for number in numbers]
-    if len(numbers) == len(weights) and device.type in HOST_DEVICES:
+    if device.type in HOST_DEVICES and len(numbers) == len(weights):
         sums = collective.start_add_numbers(numbers)
         return lambda: [_inverse(total / collective.size) for total in sums()]
-    if device.type not in HOST_DEVICES:  # one rank may have `mask.sum()`, and another 0
-        weights = [each if isinstance(each, Tensor) else _on(device, each) for each in weights]
-    means = collective.start_all_reduce(_stacked(weights), "mean")
-    return lambda: [_inverse(mean) for mean in _numbers(means())]
-
-
-def _on(device: torch.device, number: float) -> Tensor:
-    return torch.full((), number, dtype=_dtype_on(device), device=device)  # `torch.tensor` would wait for the device
+    # Tensors on the device on all ranks: one rank may have `mask.sum()`, and another 0.
+    dtype = _dtype_on(device)  # `torch.tensor` would wait for the device, `torch.full` does not
+    tensors = [w if isinstance(w, Tensor) else torch.full((), w, dtype=dtype, device=device) for w in weights]
+    means = collective.start_all_reduce(torch.stack(tensors), "mean")
+    return lambda: [_inverse(mean) for mean in means().unbind()]
 
 
 def _dtype_on(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _stacked(weights: Sequence[Weight]) -> Tensor:
-    there = next((weight for weight in weights if isinstance(weight, Tensor)), None)
-    if there is None:
-        return torch.tensor(weights, dtype=torch.float64, device="cpu")
-    return torch.stack([there.new_tensor(each) if isinstance(each, float) else each for each in weights])
-
-
-def _numbers(means: Tensor) -> Sequence[Factor]:
-    return means.tolist() if means.device.type == "cpu" else means.unbind()
 
 
 def _inverse(mean: Factor) -> Factor:
@@ -212,10 +204,6 @@ def _first_gradient(sync: GradientSync) -> Tensor | None:
     return next((p.grad for p in sync.parameters_held() if p.grad is not None), None)
 
 
-def _version(gradient: Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version
-
-
 def _is_nonzero(gradient: Tensor | None) -> bool:
     if gradient is None:
         return False
@@ -227,6 +215,41 @@ def _is_nonzero(gradient: Tensor | None) -> bool:
     return bool(local_part(gradient).count_nonzero())
 
 
+@final
+class ClosureLoss:
+    """Averages the loss that a closure returns to LBFGS over the ranks, as its gradients are.
+
+    LBFGS is the optimizer of torch that computes with it: the line search chooses the length of a step by it. With the
+    losses of their own samples, ranks would take steps of different lengths.
+    """
+
+    def __init__(self, collective: Collective, weighting: Weighting) -> None:
+        self._collective, self._weighting = collective, weighting
+
+    def attach(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Do so from now on, if the optimizer computes with a loss. Returns a function that undoes it."""
+        if not isinstance(optimizer, LBFGS) or self._collective.size == 1:
+            return lambda: None
+        return optimizer.register_step_pre_hook(self._wrap).remove
+
+    def _wrap(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of `step` with the closure wrapped. `args[0]` is the optimizer."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        return None if closure is None else ((optimizer, lambda: self._mean(closure())), {})
+
+    def _mean(self, loss: Any) -> Any:
+        """The mean over the ranks. Ranks: all. Raises: RuntimeError: it is not the loss of all samples."""
+        if not isinstance(loss, (Tensor, float)):
+            return loss
+        own = torch.as_tensor(loss).detach()
+        alone = own.double().reshape(())
+        mean: Tensor = nested.all_reduce(self._collective, alone)
+        if self._weighting.is_used and self._collective.reduce_boolean_decision(bool(mean != alone), require_all=False):
+            losses = nested.all_gather(self._collective, alone).reshape(-1).tolist()
+            raise RuntimeError(_CLOSURE.format(losses=", ".join(f"{each:.6g}" for each in losses)))
+        return mean.to(own.dtype).reshape(own.shape)
+
+
 _MIXED = (
     "`fabric.backward(loss)` without `weight=` after one with a weight, whose gradients are not divided yet. Give each "
     "backward of a window a weight (of a mean over a batch: `weight=1`), or none."
@@ -236,4 +259,9 @@ _PRESENT = (
     "of an earlier backward, or have no weight, and would be divided with the new ones. Write `optimizer.zero_grad()` "
     "before. For one step from several backwards, use `fabric.accumulate(...)`, or `fabric.no_backward_sync(model)` "
     "for all but the last, each with a weight; or add the losses, and call `backward` once."
+)
+_CLOSURE = (
+    "The closure of `LBFGS` returned a different loss on each rank ({losses}), and `LBFGS` chooses its steps by it. "
+    "After `fabric.backward(loss, weight=n)` return the loss of all samples: "
+    "`fabric.all_reduce(loss.detach(), reduce_op='sum') / fabric.all_reduce(n, reduce_op='sum')`."
 )

@@ -90,7 +90,7 @@ def use(fabric: Fabric) -> dict[str, Any]:
     given = Net()
     optimizer = SGD(given.parameters(), lr=0.5)
     model, optimizer = fabric.setup(given, optimizer)
-    prepared = fabric._models[model]
+    prepared = fabric._objects.models[model]
     found: dict[str, Any] = {"class": type(prepared.sync), "weights": []}
 
     def backward(micro_batch: int) -> None:

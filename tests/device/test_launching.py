@@ -13,7 +13,6 @@ import os, sys
 import torch
 from torch.utils.data import DataLoader
 from fabric import Fabric
-from fabric.loop.seed import isolated_rng
 
 CREATED = []
 
@@ -51,7 +50,6 @@ def found(output: str) -> dict[str, list[int]]:
         ("torch.cuda.device_count(), torch.accelerator.device_count()", True),
         ("torch.accelerator.current_accelerator()", True),
         ("fabric.seed_everything(1)", True),
-        ("with isolated_rng(): torch.rand(2)", True),
         ("torch.cuda.is_available()", False),
         ("torch.accelerator.is_available()", False),
         ("torch.cuda.get_device_name(0)", False),

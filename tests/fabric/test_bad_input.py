@@ -174,7 +174,6 @@ CONSTRUCTORS: dict[str, Row] = {
     "nothing to offload": (lambda: two("fsdp_cpu_offload"), ValueError, "Pass `strategy='fsdp'`"),
     "two devices for one": (lambda: two("single_device"), ValueError, "Pass `devices=1`, or `strategy='ddp'`"),
     "too early": (lambda: two("ddp").setup(nn.Linear(2, 2)), RuntimeError, "Call `fabric.launch()` once"),
-    "no function to launch": (lambda: two("ddp").launch("train.py"), TypeError, "Pass a function `(fabric, ...)`"),  # type: ignore[arg-type]
 }
 
 
@@ -201,13 +200,6 @@ def net() -> tuple[nn.Module, Optimizer]:
     return model, SGD(model.parameters(), lr=0.1)
 
 
-class Wrapping(Optimizer):
-    """As Lookahead is often written."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
-
-
 METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] = {
     "a word": (lambda f, _: f.setup("net"), TypeError, "A `str` was passed as the module."),  # type: ignore[arg-type]
     "swapped": (lambda f, _: f.setup(*reversed(net())), TypeError, "A `SGD` was passed as the module."),  # type: ignore[arg-type]
@@ -219,7 +211,6 @@ METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] =
         "A `StepLR` was passed as an optimizer. Write `fabric.setup(module, optimizer, ..., scheduler=",
     ),
     "no optimizer": (lambda f, _: f.setup_optimizers("adam"), TypeError, "A `str` was passed as an opt"),  # type: ignore[arg-type]
-    "no hooks": (lambda f, _: f.setup(net()[0], Wrapping(net()[1])), TypeError, "wrap what `fabric.setup` returned"),
     "twice": (lambda f, _: [f.setup(one) for one in [net()[0]] * 2], ValueError, "Set each module and optimizer up"),
     "use": (
         lambda f, _: f.setup_dataloaders([1], use="eval"),  # type: ignore[arg-type]
@@ -243,12 +234,6 @@ METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] =
         "`train, test = fabric.setup_dataloaders(train, test)`",
     ),
     "loaders by name": (lambda f, _: f.setup_dataloaders({"train": [1]}), TypeError, "given a `dict` as one loader"),
-    "a number as loss": (
-        lambda f, _: (f.setup(*net()), f.backward(1.0)),
-        TypeError,
-        "was given a `float`. Pass the loss",
-    ),  # type: ignore[arg-type]
-    "three numbers logged": (lambda f, _: f.log("x", torch.ones(3)), ValueError, "`fabric.log('x', ...)`: a tensor of"),
     "clip by nothing": (lambda f, _: f.clip_gradients(*f.setup(*net())), ValueError, "pass exactly one of the two"),
     "clip below 0": (
         lambda f, _: f.clip_gradients(*f.setup(*net()), max_norm=-1.0),
@@ -262,30 +247,10 @@ METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] =
         "`fabric.save(path, ...)` was given a `Linear`. Give it a name: `{'model': model}`.",
     ),
     "load into a module": (lambda f, path: f.load(path, net()[0]), TypeError, "`load_raw` reads a file that holds"),  # type: ignore[arg-type]
-    "load_raw by name": (
-        lambda f, path: f.load_raw(path, {"model": net()[0]}),  # type: ignore[arg-type]
-        TypeError,
-        "`fabric.load_raw(path, ...)` was given a `dict`. Pass one object that has",
-    ),
-    "one filter": (
-        lambda f, path: f.save(path, {"model": net()[0]}, filter=lambda name, _: True),  # type: ignore[arg-type]
-        TypeError,
-        "`filter` of `fabric.save` was given a `function`. Write `filter={'model': lambda name, value: ...}`",
-    ),
     "reduction": (
         lambda f, _: f.all_reduce(torch.ones(2), reduce_op="avg"),  # type: ignore[arg-type]
         ValueError,
         "`'avg'` is not a reduction. Write one of 'sum', 'mean'",
-    ),
-    "reduction as the group": (
-        lambda f, _: f.all_reduce(torch.ones(2), "sum"),  # type: ignore[call-overload]
-        TypeError,
-        "`fabric.all_reduce` was given 'sum' as the group. Pass `fabric.collective.split(ranks)`, or leave it out",
-    ),
-    "group of gathering": (
-        lambda f, _: f.all_gather(torch.ones(2), True),  # type: ignore[call-overload]
-        TypeError,
-        "`fabric.all_gather` was given True as the group.",
     ),
 }
 

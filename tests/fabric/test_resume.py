@@ -44,7 +44,7 @@ def train(fabric: Fabric, path: str, stops: list[int], batch_size: int, num_work
         state = {"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0, "number": 0}
         if attempt:
             fabric.load(path, state)
-        fabric._schedulers[:] = [scheduler]
+        fabric._objects.schedulers[:] = [scheduler]
         number = state["number"]
         for epoch in range(state["epoch"], NUM_EPOCHS):
             for inputs, samples in loader:
@@ -185,28 +185,6 @@ def test_positions_of_loaders_and_the_number_of_steps_are_saved_without_being_na
     assert samples_in(training) == rest
     assert len(samples_in(evaluation)) == 3
     assert samples_in(training) == following
-
-
-@pytest.mark.parametrize("named", [False, True], ids=["unnamed", "named"])
-def test_a_resume_at_the_end_of_an_epoch_says_that_the_first_iteration_has_no_batch(
-    fabric: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture, named: bool
-) -> None:
-    """As a program saves every so many steps, in the body of its loop."""
-    state, loader = prepared(fabric), loaders_of(fabric)[0]
-    state |= {"loader": loader} if named else {}
-    for number, _ in enumerate(loader, start=1):
-        if number == len(loader):
-            fabric.save(tmp_path / "file", state)
-    following = samples_in(loader)
-    for set_epoch in (False, True):
-        with caplog.at_level(logging.WARNING, "fabric"):
-            fabric.load(tmp_path / "file", state)
-        assert "is the end of that epoch: the first iteration over it yields no batch" in caplog.messages.pop()
-        if set_epoch:  # as the message says
-            loader.set_epoch(1)
-        else:
-            assert samples_in(loader) == []
-        assert samples_in(loader) == following
 
 
 def test_loaders_start_their_epoch_where_they_are_not_to_be_resumed(fabric: Fabric, tmp_path: Path) -> None:

@@ -167,13 +167,6 @@ def test_a_file_in_place_of_the_directory_raises_on_every_rank(tmp_path: Path) -
     assert all("Not a directory" in sentence or "is a file" in sentence for sentence in found), found
 
 
-def test_the_state_in_place_of_the_fabric_raises(tmp_path: Path) -> None:
-    directory: Any = CheckpointDirectory(tmp_path)
-    for method in (directory.save, directory.load):
-        with pytest.raises(TypeError, match=r"given a `dict` as the fabric"):
-            method({"step": 1}, Fabric(accelerator=ACCELERATOR, devices=1))
-
-
 def test_a_trailing_slash_of_an_address_is_ignored(tmp_path: Path) -> None:
     fsspec.filesystem("memory").pipe_file(f"/{tmp_path.name}/run/000001/manifest.json", b"{}")
     assert CheckpointDirectory(f"memory://{tmp_path.name}/run/").latest() == f"memory://{tmp_path.name}/run/000001"

@@ -222,7 +222,9 @@ def test_a_closure_and_another_word_raise() -> None:
     fabric, _, optimizer = alone()
     with pytest.raises(RuntimeError, match=r"`SGD\.step\(closure\)` with `fabric\.guard_gradients`"):
         optimizer.step(lambda: 0.0)
-    with pytest.raises(ValueError, match=r"`guard_gradients\('stop'\)`: write 'raise' to stop .* 'skip'.* or None"):
+    with pytest.raises(
+        ValueError, match=r"`guard_gradients\(on_nonfinite='stop'\)`: write one of 'raise', 'skip', or None"
+    ):
         fabric.guard_gradients("stop")  # type: ignore[arg-type]
 
 

@@ -45,21 +45,17 @@ def test_the_checkpoint_of_a_moving_average_is_a_plain_state_dict_of_the_model(f
         assert other.state_dict()["model"]["weight"].tolist() == [1.5] * 3
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_step_while_the_average_is_applied_raises_and_the_weights_are_restored(fabric: Fabric, fused: bool) -> None:
-    model, optimizer = fabric.setup(*(lambda net: (net, SGD(net.parameters(), lr=1.0, fused=fused)))(nn.Linear(2, 1)))
+def test_an_average_cannot_be_updated_loaded_or_applied_while_it_is_applied(fabric: Fabric) -> None:
+    model = fabric.setup(nn.Linear(2, 1))
     average, before = fabric.ema(model), model.weight.detach().clone()
-    fabric.backward(model(torch.ones(1, 2)).sum())
-    with pytest.raises(RuntimeError, match=r"`SGD.step\(\)` within `average.applied\(\)`"), average.applied():
-        optimizer.step()
-    assert torch.equal(model.weight, before)
     for use in (average.update, lambda: average.applied().__enter__(), lambda: average.load_state_dict({})):
         with average.applied(), pytest.raises(RuntimeError, match=r"within `average.applied\(\)`. Leave that context"):
             use()
+    assert torch.equal(model.weight, before)
 
 
 def average_weights(world: World, strategy: str) -> list[str]:
-    """Of a model with a frozen layer whose weights the program changes by hand; then a step on the averages."""
+    """Of a model with a frozen layer whose weights the program changes by hand."""
     with Fabric(accelerator=ACCELERATOR, strategy=strategy, launcher="external") as fabric:
         fabric.launch()
         torch.manual_seed(0)
@@ -79,12 +75,6 @@ def average_weights(world: World, strategy: str) -> list[str]:
                 with average.applied():
                     found.append(f"{model(torch.ones(1, 4)).sum().item():.4f}")
                 found.append(f"{model(torch.ones(1, 4)).sum().item():.4f}")
-        try:
-            with average.applied():
-                fabric.backward(model(torch.ones(2, 4)).square().mean())
-                optimizer.step()
-        except RuntimeError as error:
-            found.append(str(error).split(",")[0])
         return found
 
 
@@ -92,12 +82,11 @@ def average_weights(world: World, strategy: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore")
 def test_averages_under_deepspeed_follow_weights_that_the_program_changes() -> None:
     (alone,) = run_world(1, average_weights, "single_device")
-    assert alone[-1] == "`SGD.step()` within `average.applied()`"
     for strategy in ("deepspeed_stage_1", "deepspeed_stage_2"):
         assert run_world(2, average_weights, strategy) == [alone] * 2
     first, second = run_world(2, average_weights, "deepspeed_stage_3")
     assert first == second
-    assert (first[:2], first[-1]) == (alone[:2], alone[-1])
+    assert first[:2] == alone[:2]
 
 
 def test_unsupported_decays_and_dtypes_raise(fabric: Fabric) -> None:

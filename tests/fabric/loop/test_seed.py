@@ -12,17 +12,12 @@ import torch
 from worlds import run_world
 
 from fabric.launchers.world import World
-from fabric.loop.seed import derive_seed, isolated_rng, seed_everything
+from fabric.loop.seed import derive_seed, seed_everything
+from fabric.strategies.data.rng import preserved_rngs
 
 
 def draw() -> tuple[Any, ...]:
     return random.random(), float(np.random.rand()), torch.rand(3).tolist(), np.random.permutation(5).tolist()
-
-
-@isolated_rng()
-def draw_and_fail() -> None:
-    draw()
-    raise RuntimeError("the loop failed")
 
 
 def draw_on_rank(world: World, seed: int) -> tuple[Any, Any]:
@@ -33,7 +28,7 @@ def draw_on_rank(world: World, seed: int) -> tuple[Any, Any]:
 
 
 def test_the_same_seed_gives_the_same_numbers_in_python_numpy_and_torch() -> None:
-    with isolated_rng():
+    with preserved_rngs():
         assert seed_everything(7) == 7
         first = draw()
         seed_everything(7)
@@ -43,7 +38,7 @@ def test_the_same_seed_gives_the_same_numbers_in_python_numpy_and_torch() -> Non
 
 
 def test_seeding_equals_the_seed_functions_of_the_libraries() -> None:
-    with isolated_rng():
+    with preserved_rngs():
         seed_everything(5)
         together = draw()
         random.seed(5)
@@ -54,14 +49,14 @@ def test_seeding_equals_the_seed_functions_of_the_libraries() -> None:
 
 def test_seeding_writes_nothing_to_the_environment() -> None:
     before = dict(os.environ)
-    with isolated_rng():
+    with preserved_rngs():
         seed_everything(1)
     assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 1])
 def test_both_ends_of_the_range_are_seeds(seed: int) -> None:
-    with isolated_rng():
+    with preserved_rngs():
         assert seed_everything(seed) == seed
 
 
@@ -107,44 +102,9 @@ def test_a_derived_seed_depends_on_the_order_of_its_path() -> None:
     assert len({derive_seed(0, 1, 2), derive_seed(0, 2, 1), derive_seed(0, 12), derive_seed(1, 0, 2)}) == 4
 
 
-def test_draws_in_isolation_do_not_advance_the_generators() -> None:
-    with isolated_rng():
-        seed_everything(3)
-        undisturbed = draw()
-        seed_everything(3)
-        with isolated_rng():
-            seed_everything(99)
-            draw()
-        assert draw() == undisturbed
-
-
-def test_generators_are_restored_after_an_exception_too() -> None:
-    with isolated_rng():
-        seed_everything(3)
-        undisturbed = draw()
-        seed_everything(3)
-        with pytest.raises(RuntimeError, match="the loop failed"):
-            draw_and_fail()
-        assert draw() == undisturbed
-
-
 @pytest.mark.slow
 def test_ranks_draw_equal_numbers_from_one_seed_and_different_ones_from_derived_seeds() -> None:
     (common_0, own_0), (common_1, own_1) = run_world(2, draw_on_rank, 4)
     assert common_0 == common_1
     assert own_0[0] != own_1[0]
     assert own_0[2] != own_1[2]
-
-
-@pytest.mark.gpu
-def test_an_accelerator_in_use_is_isolated_too() -> None:
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    torch.rand(1, device=device)
-    with isolated_rng():
-        seed_everything(3)
-        undisturbed = torch.rand(3, device=device)
-        seed_everything(3)
-        with isolated_rng():
-            torch.rand(3, device=device)
-        assert torch.equal(torch.rand(3, device=device), undisturbed)

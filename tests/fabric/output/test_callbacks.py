@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from fabric.output.callbacks import call
@@ -37,20 +35,6 @@ def test_hook_arguments_may_have_the_names_of_parameters_of_call() -> None:
     callback = Open()
     call([callback], "on_any", hook=1, callbacks=2)
     assert callback.kwargs == {"hook": 1, "callbacks": 2}
-
-
-def test_an_attribute_that_cannot_be_called_is_an_error_before_any_callback_runs() -> None:
-    class Odd:
-        on_step = 7
-
-    calls: list[object] = []
-    words = (
-        "`call('on_step')`: `Odd.on_step` is 7, a `int`, which cannot be called. "
-        "Make it a method, or give the attribute another name."
-    )
-    with pytest.raises(TypeError, match=f"^{re.escape(words)}$"):
-        call([Recorder("first", calls), Odd()], "on_step", 1)
-    assert calls == []
 
 
 def test_an_exception_of_a_callback_reaches_the_caller_and_later_callbacks_are_not_called() -> None:

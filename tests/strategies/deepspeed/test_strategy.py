@@ -627,7 +627,7 @@ def left_out(world: World, strategy: DeepSpeedStrategy) -> list[str]:
 
 
 def whole_of(fabric: Fabric, model: nn.Module) -> dict[str, Tensor]:
-    return fabric.broadcast(dict(fabric._state_access(model).read_module(model)))
+    return fabric.broadcast(dict(fabric._objects.state_access(model).read_module(model)))
 
 
 @pytest.mark.slow

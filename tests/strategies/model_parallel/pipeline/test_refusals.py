@@ -280,9 +280,9 @@ def refuse_optimizers(fabric: Fabric) -> None:
         fabric.save("nowhere", {"optimizer": late})
     content = {"0.weight": torch.zeros(4, 4), "0.bias": torch.zeros(4), "1.1.weight": torch.zeros(4, 4)}
     with pytest.raises(RuntimeError, match=r"`1.1.bias` is missing; `2.bias` is not in the model\."):
-        fabric._state_access(model).write_module(model, {**content, "2.bias": torch.zeros(4)}, strict=True)
+        fabric._objects.state_access(model).write_module(model, {**content, "2.bias": torch.zeros(4)}, strict=True)
     with pytest.raises(RuntimeError, match=r"`1.1.weight` has shape \(2, 2\), and the model's \(4, 4\)"):
-        fabric._state_access(model).write_module(model, {"1.1.weight": torch.zeros(2, 2)}, strict=False)
+        fabric._objects.state_access(model).write_module(model, {"1.1.weight": torch.zeros(2, 2)}, strict=False)
 
 
 @pytest.mark.slow

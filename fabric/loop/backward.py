@@ -1,0 +1,129 @@
+"""`Fabric.backward`: the loss scale, weights and repeated batches, the synchronisation, and the moments of the checks.
+
+Which function computes the gradients depends on the models that are set up, and is chosen when one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from fabric.checks.check import Moments
+from fabric.loop.accumulation import Accumulation
+from fabric.loop.setup import SetUp
+from fabric.loop.weighting import Weight, Weighting, check_weight
+from fabric.strategies.gradients.sync import backward_through
+from fabric.strategies.precision.forward_precision import casts
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime
+
+
+@final
+class LossBackward:
+    """The backward of the losses of one fabric. Exists while it is connected."""
+
+    def __init__(
+        self, runtime: Runtime, set_up: SetUp, accumulation: Accumulation, weighting: Weighting, moments: Moments
+    ) -> None:
+        self._runtime, self._set_up, self._moments = runtime, set_up, moments
+        self._accumulation, self._weighting = accumulation, weighting
+        self._of_all: Callable[..., None] = _no_model
+
+    def models_changed(self) -> None:
+        """Called once models or optimizers were set up: the next loss may go through all models that are known."""
+        models = list(self._set_up.models.values())
+        joins = len(models) == 1 or all(model.joins_backward for model in models)
+        self._of_all = _no_model if not models else self._through(models) if joins else _which_model
+
+    def run(
+        self,
+        loss: Tensor,
+        model: nn.Module | Sequence[nn.Module] | None,
+        weight: Weight | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """See `Fabric.backward`."""
+        runtime, accumulation, moments = self._runtime, self._accumulation, self._moments
+        progress, is_synchronised = runtime.loader_numbers, not accumulation.held
+        named, backward = ([], self._of_all) if model is None else self._of_named(model)
+        progress.num_backwards += 1
+        for moment in moments.before_backward:
+            moment(loss, is_synchronised)
+        factor = progress.repeated.factor()
+        runtime.backward.is_running = True
+        try:
+            if weight is None:
+                progress.num_unweighted += 1
+                if self._weighting.kept_back:
+                    self._weighting.note_unweighted()
+                backward(loss if factor == 1 else loss * factor, *args, **kwargs)
+            else:  # a batch that is repeated has the weight zero
+                counted, weight = (loss, check_weight(weight)) if factor else (loss * 0, 0.0 * check_weight(weight))
+                self._run_weighted(partial(backward, counted, *args, **kwargs), named, weight)
+        finally:
+            runtime.backward.is_running = False
+        if runtime.loss_scaler is not None and is_synchronised:
+            runtime.loss_scaler.finish_backward()
+        if accumulation.held or accumulation.kept or accumulation.is_unsynced:
+            accumulation.note_backward(named or list(self._set_up.models.values()), is_named=bool(named))
+        moments.num_backwards += is_synchronised
+        for moment in moments.after_backward:
+            moment(loss, is_synchronised)
+        if moments.num_backwards >= moments.due_at:
+            moments.due()
+
+    def _of_named(self, model: nn.Module | Sequence[nn.Module]) -> tuple[list[Prepared], Callable[..., None]]:
+        """The models that a loss goes through, and its backward."""
+        modules = (model,) if isinstance(model, nn.Module) else tuple(model)
+        named = [self._set_up.prepared(each, "backward(model=...)") for each in modules]
+        # The loss of one model may go through another one, whose gradients must be synchronised as well.
+        joins = all(each.joins_backward for each in self._set_up.models.values())
+        return named, self._through(named) if len(named) == 1 and not joins else self._of_all
+
+    def _through(self, models: Sequence[Prepared]) -> Callable[..., None]:
+        """The backward of a loss that may reach these models, and parameters in no module."""
+        runtime, bare = self._runtime, self._set_up.bare
+        scaler = runtime.loss_scaler
+        scale = models[0].scale_loss if len(models) == 1 else None
+        return backward_through(
+            scale or (None if scaler is None else scaler.scale_loss),
+            [*(model.sync for model in models), *([bare] if bare else [])],
+            runtime.new_tensors if casts(runtime.precision) else None,
+        )
+
+    def _run_weighted(self, run: Callable[[], None], named: Sequence[Prepared], weight: Weight) -> None:
+        models = named or list(self._set_up.models.values())
+        bare = self._set_up.bare or None
+        if len(self._set_up.models) > 1 and (not named or bare is not None):
+            raise ValueError(_WEIGHT_OF_WHICH_MODEL)
+        num_held = sum(any(model is each for each in self._accumulation.held) for model in models)
+        if 0 < num_held < len(models):
+            raise RuntimeError(_SYNCED_IN_PART)
+        self._weighting.run(run, models, bare, weight, self._set_up.optimizers, is_synchronised=not num_held)
+
+
+def _no_model(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(f"`fabric.backward(loss)` {NO_MODEL}")
+
+
+def _which_model(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "Several models are set up, and each has an engine of its own to run backward. "
+        "Name the model of the loss: `fabric.backward(loss, model=model)`."
+    )
+
+
+NO_MODEL = "before `fabric.setup(model)`, or after `fabric.close()`. Set the model up first, and close the fabric last."
+_WEIGHT_OF_WHICH_MODEL = (
+    "`fabric.backward(loss, weight=...)` with several models set up: a weight divides the gradients of the models that "
+    "its loss goes through. Name them: `model=generator`, or `model=[encoder, decoder]` for a loss through both. "
+    "Parameters outside of any module cannot be named: make them part of one, `self.temperature = nn.Parameter(...)`."
+)
+_SYNCED_IN_PART = (
+    "`fabric.backward(loss, weight=..., model=[...])` while some of the models are within `no_backward_sync` and "
+    "others are not. Enter `no_backward_sync` for all of them, or pass all of them to `accumulate`."
+)

@@ -1,0 +1,228 @@
+"""What `Fabric.setup` and `setup_optimizers` do before and after the strategy does, and the objects that were set up.
+
+The strategy distributes a model; here it is checked before, and what every strategy needs is attached afterwards: the
+averaging of parameters that are in no module, the counting of steps, the moments of the checks. Exists while a fabric
+is connected; everything that it attaches is undone by `undo`, when the fabric is closed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.checks.check import Moments
+from fabric.checks.nonfinite import Checks
+from fabric.checks.steps import StepCounter
+from fabric.checks.unprepared import UnpreparedOptimizers
+from fabric.loop.accumulation import Accumulation
+from fabric.loop.weighting import ClosureLoss, Weighting
+from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
+from fabric.strategies.gradients.bare_parameters import (
+    BareParameters,
+    outside,
+    refuse_another_model,
+    refuse_later,
+    refuse_shards,
+)
+from fabric.strategies.gradients.clipping import gradients_are_finite
+from fabric.strategies.module.activation_checkpointing import recompute
+from fabric.strategies.module.same_model import refuse_different_models, refuse_renormalized
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.strategy import Strategy
+from fabric.strategies.tensors.dtensor import as_sharded
+
+if TYPE_CHECKING:
+    from fabric.strategies.data.device_loader import DeviceLoader
+
+
+@final
+class SetUp:
+    """The objects of one fabric that were set up, by what `setup` returned."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        strategy: Strategy,
+        moments: Moments,
+        accumulation: Accumulation,
+        weighting: Weighting,
+        undo: ExitStack,
+    ) -> None:
+        self._runtime, self._strategy, self._moments, self._undo = runtime, strategy, moments, undo
+        self._accumulation = accumulation
+        self._closure_loss = ClosureLoss(runtime.collective, weighting)
+        self.models: dict[nn.Module, Prepared] = {}
+        self.optimizers: dict[Optimizer, StateAccess] = {}
+        """Each with the access to its state."""
+        self.schedulers: list[Stateful] = []
+        self.loaders: list[weakref.ref[DeviceLoader]] = []
+        self.steps: dict[Optimizer, StepCounter] = {}
+        self.bare = BareParameters(runtime)
+        """Parameters that are in no module."""
+        self._unprepared = UnpreparedOptimizers(self.optimizers)
+
+    def forget(self) -> None:
+        """Drop all references to what was set up."""
+        for known in (self.models, self.optimizers, self.schedulers, self.loaders, self.steps):
+            known.clear()  # others have them too
+        self.bare.release()
+        self.bare, self._unprepared = BareParameters(self._runtime), UnpreparedOptimizers(self.optimizers)
+
+    def model(self, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> Prepared:
+        """Set up a model and its optimizers. Ranks: all. Raises: as `Fabric.setup`."""
+        runtime, strategy = self._runtime, self._strategy
+        self._refuse_twice(module, *optimizers)
+        for moment in self._moments.before_setup:
+            moment(module, optimizers)
+        bare = self._in_no_module(optimizers, module)
+        refuse_renormalized(runtime, module)
+        if strategy.sets_up_one_model:
+            refuse_different_models(runtime, module, fills_from_rank_zero=strategy.fills_from_rank_zero)
+        with ExitStack() as stack:  # restores the module if the strategy raises
+            stack.callback(recompute(uncompiled(module), strategy.activation_checkpointing_policy))
+            before = list(uncompiled(module).parameters())
+            prepared = strategy.setup(runtime, module, optimizers, move)
+            self._undo.push(stack.pop_all())
+        self._undo.callback(prepared.release)
+        lack = strategy.lacks.get("later_optimizers") if runtime.world.size > 1 else None
+        self._unprepared.add(uncompiled(prepared.module), before, self._undo, lack)
+        self.models[prepared.module] = prepared
+        for added in self._moments.model_set_up:
+            added(prepared)
+        runtime.rank_rng.has_model = True
+        self._add(dict.fromkeys(prepared.optimizers, prepared.state), bare, move=move)
+        return prepared
+
+    def later_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Set up optimizers of models that were set up before. Raises: as `Fabric.setup_optimizers`."""
+        self._refuse_twice(*optimizers)
+        bare = self._in_no_module(optimizers)
+        self._undo.callback(self._strategy.setup_optimizers(self._runtime, optimizers))
+        shared = next((model.state for model in self.models.values()), PLAIN)  # for parameters outside of any module
+        self._add({each: self.state_access(each, otherwise=shared) for each in optimizers}, bare, move=True)
+
+    def add_loaders(self, loaders: Sequence[Iterable[Any]], *, is_split: bool) -> None:
+        """Take in loaders that the strategy has prepared. `is_split`: whether each rank reads a share of them."""
+        from fabric.strategies.data.device_loader import DeviceLoader  # which was imported, if there are loaders
+
+        self.loaders += [weakref.ref(each) for each in loaders if isinstance(each, DeviceLoader)]
+        for moment in self._moments.loader_set_up:
+            for each in loaders:
+                moment(each, is_split)
+
+    def refuse_averaged(self, parameters: Sequence[Tensor]) -> None:
+        """Raise ValueError if `fabric.backward` averages the gradients of some of these."""
+        for model in self.models.values():
+            known = {*model.module.parameters(), *model.sync.parameters_held()}
+            if any(parameter in known for parameter in parameters):
+                raise ValueError(
+                    f"`average_gradients` was given parameters of a `{type(model.module).__name__}` that was set up, "
+                    "whose gradients `fabric.backward` averages. Call that; or leave the model out of `fabric.setup`, "
+                    "and move it by `fabric.to_device(model)`."
+                )
+
+    def holds(self, obj: object) -> bool:
+        """Whether the module, optimizer or loader was set up."""
+        if isinstance(obj, nn.Module):
+            return obj in self.models
+        return obj in self.optimizers if isinstance(obj, Optimizer) else any(each() is obj for each in self.loaders)
+
+    def prepared(self, module: nn.Module, method: str) -> Prepared:
+        """The model that `method` was given. Raises: ValueError: it was not set up."""
+        if module not in self.models:
+            raise ValueError(
+                f"`{method}` was given a `{type(module).__name__}` that this fabric has not set up. "
+                "Pass what `fabric.setup` returned."
+            )
+        return self.models[module]
+
+    def state_access(self, obj: nn.Module | Optimizer, otherwise: StateAccess = PLAIN) -> StateAccess:
+        """How the state of a module or an optimizer is read and written."""
+        if isinstance(obj, Optimizer) and obj in self.optimizers:
+            return self.optimizers[obj]
+        return next((model.state for model in self.models.values() if model.holds(obj)), otherwise)
+
+    def scalers(self) -> list[Stateful]:
+        """The loss scalers: those of engines, or that of the precision."""
+        own = [model.loss_scale for model in self.models.values() if model.loss_scale is not None]
+        shared = self._runtime.loss_scaler
+        return [*own] if own or shared is None else [shared]
+
+    def gradient_checks(self, optimizer: Optimizer) -> Checks:
+        """How the gradients of an optimizer are checked: see `Fabric.guard_gradients`."""
+        runtime = self._runtime
+        # An engine gives its optimizer other tensors than the parameters.
+        models = (each for each in self.models.values() if optimizer in each.optimizers or each.holds(optimizer))
+        model = next(models, None)
+        scaler = model.loss_scale if model is not None and model.scale_loss is not None else runtime.loss_scaler
+        plain = partial(gradients_are_finite, scaler=runtime.loss_scaler, any_rank=runtime.any_rank)
+        return Checks(
+            is_finite=plain if model is None else model.is_finite,
+            scale=lambda: 1.0 if scaler is None else float(scaler.state_dict()["scale"]),
+        )
+
+    def _refuse_twice(self, *objects: nn.Module | Optimizer) -> None:
+        for obj in objects:
+            if self.holds(obj):
+                raise ValueError(
+                    f"This `{type(obj).__name__}` was set up before. Set each module and optimizer up once, and use "
+                    "what `setup` returned."
+                )
+
+    def _in_no_module(self, optimizers: Sequence[Optimizer], *coming: nn.Module) -> list[Tensor]:
+        """The parameters that are in no module. Raises: ValueError: they cannot be averaged, or their module came
+        late."""
+        early = [each for module in coming for each in module.parameters() if each in self.bare]
+        if early:
+            raise ValueError(
+                f"An optimizer that was set up before holds {len(early)} parameters of the "
+                f"`{type(coming[0]).__name__}`, which were treated as parameters outside of any module. Set up every "
+                "module before the optimizers of its parameters, or together with them."
+            )
+        self._unprepared.refuse_replaced(optimizers)
+        bare = outside(optimizers, (*self.models, *coming))
+        for module in coming:
+            refuse_another_model(module, optimizers, bare)
+        lack = self._strategy.lacks.get("bare_parameters")
+        if lack is not None and self._runtime.world.size == 1:
+            return []
+        if bare and lack is not None:
+            optimizer, parameter = bare[0]
+            raise ValueError(
+                f"The `{type(optimizer).__name__}` holds {len(bare)} parameters (the first of shape "
+                f"{tuple(parameter.shape)}) that belong to no module set up so far. {lack}"
+            )
+        refuse_shards(bare)
+        return [parameter for _, parameter in bare]
+
+    def _add(self, optimizers: dict[Optimizer, StateAccess], bare: Sequence[Tensor], *, move: bool) -> None:
+        """Attach what every strategy needs in the steps of these, and average `bare` after each backward."""
+        runtime, undo = self._runtime, self._undo
+        if bare:
+            self.bare.add(bare, move=move)
+        self.optimizers.update(optimizers)
+        for optimizer in optimizers:
+            if runtime.world.size > 1 and "bare_parameters" not in self._strategy.lacks:
+                undo.callback(refuse_later(optimizer, partial(self._averaged_by_nothing, optimizer)))
+            optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # the loss scaler sets it
+            undo.callback(vars(optimizer).pop, "step_was_skipped", None)
+            undo.callback(self._closure_loss.attach(optimizer))
+            self.steps[optimizer] = StepCounter()
+            undo.callback(self.steps[optimizer].attach(optimizer, runtime.loader_numbers, self._moments))
+            undo.callback(self._moments.follow(optimizer))
+        if self._accumulation.repeated is not None:
+            self._accumulation.guard(optimizers)
+        for moment in self._moments.optimizers_set_up:
+            moment(optimizers)
+
+    def _averaged_by_nothing(self, optimizer: Optimizer) -> list[Tensor]:
+        """The parameters of an optimizer that nothing averages."""
+        bare = (parameter for _, parameter in outside([optimizer], self.models))
+        return [each for each in bare if as_sharded(each) is None and each not in self.bare]
