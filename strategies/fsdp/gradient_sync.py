@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
-from fabric.strategies.module.changes import Additions
+from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
@@ -38,7 +38,7 @@ class FSDPGradientSync(GradientSync):
     ) -> None:
         self.collective, self.module, self.unfilled = runtime.collective, module, unfilled
         self.buffered = list(module.modules()) if broadcast_buffers and runtime.world.size > 1 else []
-        self.additions = Additions(module, by_name=True)
+        self.additions = AddedParameters(module, by_name=True)
         self.sharded = fsdp_modules(module)
         write_slices(module)
         self.restore = expose_outputs(self.sharded)

@@ -28,7 +28,7 @@ from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.replica_checks import refuse_unequal_gradients
 from fabric.strategies.manual.state import own_parameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
-from fabric.strategies.module.changes import ADDED, Additions, Contents
+from fabric.strategies.module.changes import ADDED, AddedParameters, Contents
 from fabric.strategies.sharding.layout import write_slices
 from fabric.strategies.sharding.mesh import along, axes_of, degree
 from fabric.strategies.tensors.dtensor import as_sharded
@@ -69,7 +69,7 @@ class ManualGradientSync(GradientSync):
         for parameter in ours:
             self._arrange(parameter)
         self.along = {axes: along(context.collective, context.mesh, axes).for_gradients() for axes in self.averaged}
-        self.additions = Additions(parallel.module, by_name=bool(self.sharded))
+        self.additions = AddedParameters(parallel.module, by_name=bool(self.sharded))
         write_slices(parallel.module)
         self.taken_in: set[Tensor] = set()
         self.flags = [(replica, contents := Contents(replica.module), contents.flags()) for replica in self.replicas]
