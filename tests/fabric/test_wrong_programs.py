@@ -436,6 +436,8 @@ def penalised_once(fabric: Fabric | None = None) -> nn.Module:
 class Layerwise(SGD):
     """LARS: uses a norm of each parameter."""
 
+    updates_each = "parameter"
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
@@ -457,6 +459,8 @@ class WithGlobalNorm(SGD):
 
 class CallsClosure(SGD):
     """SAM and others compute gradients within the step."""
+
+    updates_each = "element"
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -856,7 +860,10 @@ SENTENCES = {
     ("ddp_fully_sharded", "gradient penalty of the same forward"): "`Sequential` that were freed after a first use",
     ("deepspeed_stage_2", "layerwise optimizer"): "`Layerwise` in `setup` uses whole tensors, but ZeRO passes",
     ("ddp_fully_sharded", "layerwise optimizer"): "cannot run `Layerwise`: each rank has a part of the gradients",
-    ("ddp_sharded", "optimizer with the norm of all gradients"): "cannot run `WithGlobalNorm`: each rank has a part",
+    (
+        "ddp_sharded",
+        "optimizer with the norm of all gradients",
+    ): "`WithGlobalNorm` is not known to compute the update of each",
     ("ddp_fully_sharded", "gradients read"): "outside of forward each rank has a part of each tensor",
     ("deepspeed_stage_1", "gradients read"): "of a gradient that DeepSpeed keeps, in shards or not averaged yet",
     ("fsdp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
