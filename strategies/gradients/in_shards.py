@@ -8,13 +8,12 @@ would be skipped silently.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from fabric.strategies.tensors.nests import tensors_in
-from fabric.strategies.torch_internals import disabled_torch_function_impl
 
 
 @final
@@ -33,7 +32,11 @@ class InShards(Tensor):
         made.is_zeroed, made.why = False, why
         return made
 
-    __torch_function__: ClassVar[Any] = disabled_torch_function_impl
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Operations of an `InShards` are no subclass's: they reach `__torch_dispatch__` as they are."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
