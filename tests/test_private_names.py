@@ -191,9 +191,9 @@ if __name__ == "__main__":
     for strategy, size in (("single_device", 1), ("ddp", 2)):
         launcher = "fork" if size > 1 else "auto"
         assert Fabric(accelerator="cpu", strategy=strategy, devices=size, launcher=launcher).launch(step) == size
-    from fabric.strategies.torch_internals import require_fully_shard
+    from fabric.strategies.torch_internals import require_compiler
     try:
-        require_fully_shard()
+        require_compiler()
     except ImportError as error:
         print(error)
 """
@@ -212,7 +212,7 @@ def test_single_device_and_ddp_run_where_torch_has_none_of_the_names_that_featur
     program.write_text(f"TABLES, NEEDED = {tables!r}, {NEEDED!r}\n{WITHOUT}")
     ended = template.run([sys.executable, str(program)], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
-    assert "has no `torch.distributed.fsdp.FSDPModule._get_fsdp_state`" in ended.stdout
+    assert "has no `torch._C._dynamo.eval_frame._FrameAction`" in ended.stdout
 
 
 def test_a_missing_name_is_an_error_that_names_both_releases() -> None:
