@@ -71,7 +71,6 @@ from fabric.strategies.gradients.bare_parameters import (
     BareParameters,
     outside,
     refuse_another_model,
-    refuse_later,
     refuse_shards,
 )
 from fabric.strategies.gradients.clipping import gradients_are_finite
@@ -380,7 +379,7 @@ class Fabric:
             added(prepared)
         runtime.rank_rng.has_model = True
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
-        self._take_in(bare, prepared.optimizers, move=move_to_device)
+        self._take_in(bare, move=move_to_device)
         self._follow_steps(prepared.optimizers)
         self._schedulers += [scheduler] if is_stateful(scheduler) else []
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
@@ -407,7 +406,7 @@ class Fabric:
         self._open.callback(self.strategy.setup_optimizers(self._connected, optimizers))
         shared = next((model.state for model in self._models.values()), PLAIN)  # for parameters outside of any module
         self._optimizers.update({each: self._state_access(each, otherwise=shared) for each in optimizers})
-        self._take_in(bare, optimizers, move=True)
+        self._take_in(bare, move=True)
         self._follow_steps(optimizers)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
@@ -1284,16 +1283,13 @@ class Fabric:
         refuse_shards(bare)
         return [parameter for _, parameter in bare]
 
-    def _take_in(self, bare: Sequence[Tensor], optimizers: Sequence[Optimizer], *, move: bool) -> None:
-        """Average parameters that are in no module, and raise if such a parameter is added later."""
+    def _take_in(self, bare: Sequence[Tensor], *, move: bool) -> None:
+        """Average parameters that are in no module."""
         if bare:
             if self._bare is None:
                 self._bare = BareParameters(self._connected)
                 self._open.callback(self._bare.release)
             self._bare.add(bare, move=move)
-        if self.world_size > 1 and "bare_parameters" not in self.strategy.lacks:
-            for optimizer in optimizers:
-                self._open.callback(refuse_later(optimizer, partial(self._unknown, optimizer)))
         if self._models:
             self._backward = self._joint_backward()
 
@@ -1313,12 +1309,6 @@ class Fabric:
         access = {optimizer: self._optimizers[optimizer] for optimizer in optimizers}
         for moment in self._moments.optimizers_set_up:
             moment(access)
-
-    def _unknown(self, optimizer: Optimizer) -> list[Tensor]:
-        """The parameters of an optimizer that nothing averages."""
-        bare = [parameter for _, parameter in outside([optimizer], self._models)]
-        known = () if self._bare is None else self._bare
-        return [each for each in bare if as_sharded(each) is None and each not in known]
 
     def _stop_request(self) -> StopRequest:
         if self._stop is None:

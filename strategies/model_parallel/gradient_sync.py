@@ -67,7 +67,6 @@ class ModelParallelGradientSync(GradientSync):
         self.reductions.release()
         self.restore()
         self.order.release()
-        self.averaging.release()
 
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.runtime.collective)

@@ -1,7 +1,7 @@
 """The effect of a precision on forward: inputs are cast for a `-true` precision, autocast is on for a `-mixed` one.
 
 Under a `-true` precision tensors created in forward have its dtype too, as in plain PyTorch under
-`torch.set_default_dtype`; also in backward, where activation checkpointing runs forward again. Complex numbers stay
+`torch.setdefault_dtype`; also in backward, where activation checkpointing runs forward again. Complex numbers stay
 complex. Outputs are not cast. Loss functions called outside forward use `Fabric.autocast()`.
 """
 
@@ -71,7 +71,7 @@ def complex_dtype(precision: Precision) -> torch.dtype:
 class DefaultDtype:
     """Context: new floating-point tensors have one dtype. Reentrant, and may be entered by any thread.
 
-    torch's default dtype is global to the process, and so is this object: see `_default_dtype`. The first thread that
+    torch's default dtype is global to the process, and so is this object: see `default_dtype`. The first thread that
     enters sets it, and the last that leaves restores it; another thread that creates a tensor meanwhile without a dtype
     gets this one.
     """
@@ -85,23 +85,24 @@ class DefaultDtype:
     def __enter__(self) -> None:
         with self._lock:
             if self._num_within == 0:
-                self._before = torch.get_default_dtype()
-                torch.set_default_dtype(self._dtype)
+                self._before = torch.getdefault_dtype()
+                torch.setdefault_dtype(self._dtype)
             self._num_within += 1
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._num_within -= 1
             if self._num_within == 0:
-                torch.set_default_dtype(self._before)
+                torch.setdefault_dtype(self._before)
 
 
 def dtype_of_new_tensors(precision: Precision) -> AbstractContextManager[None]:
     """The context for forward and backward; a null context for a precision that does not cast modules."""
-    return _default_dtype(precision.param_dtype) if casts(precision) else nullcontext()
+    return default_dtype(precision.param_dtype) if casts(precision) else nullcontext()
 
 
 @cache
-def _default_dtype(dtype: torch.dtype) -> DefaultDtype:
-    """The one instance of the process: ranks may be threads, and two instances would restore each other's default."""
+def default_dtype(dtype: torch.dtype) -> DefaultDtype:
+    """The context for this dtype, one instance in the process: ranks may be threads, and two instances would restore
+    each other's default."""
     return DefaultDtype(dtype)

@@ -797,7 +797,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "rows of weights changed in place": ("ddp", "fsdp", "model_parallel", "manual"),
     "weights changed in forward": KEEPS_WHOLE_WEIGHTS,
     "closure called by the step": ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "ddp_fully_sharded"),
-    "model called within vmap": ("fsdp", "model_parallel", "manual", "ddp_sharded"),
+    "model called within vmap": ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded"),
     "forward called as a method": (*KEEPS_WHOLE_WEIGHTS, "ddp_fully_sharded"),
 }
 """Programs that are right under these strategies, and raise under others."""
@@ -817,7 +817,6 @@ FOLLOWED = (
 )
 """What trains on from the changed weights, where ranks have whole weights."""
 SENTENCES = {
-    ("ddp", "group of parameters added to the optimizer"): "that are in no module that was set up",
     (
         "ddp_fully_sharded",
         "group of parameters added to the optimizer",
@@ -839,7 +838,6 @@ SENTENCES = {
     ): "The model is wrapped in `DistributedDataParallel`, and `strategy='ddp_sharded'`",
     ("ddp_fully_sharded", "wrapped by hand"): "Pass the module to `fabric.setup` as it is, not wrapped",
     ("deepspeed_stage_2", "closure called by the step"): "`CallsClosure.step` calls its closure itself, and under",
-    ("ddp", "model called within vmap"): "`Sequential` was called within a transform of `torch.func` (vmap, jacrev",
     ("ddp_fully_sharded", "model called within vmap"): "the hooks that this strategy needs around forward and backward",
     ("ddp", "embedding with max_norm"): "`0` has `max_norm=1`, with which each forward rescales the rows",
     (
@@ -875,7 +873,6 @@ SENTENCES = {
     ("deepspeed_stage_2", "layer replaced after setup"): "`Sequential` ('2.weight', '2.bias') were added or unfrozen",
     ("fsdp", "optimizer from before setup, set up later"): "was made before `fabric.setup` of `FSDPSequential`",
     ("fsdp", "hooks from before setup"): "are sharded: '0.weight', '0.bias', '2.weight', '2.bias'",
-    ("model_parallel", "plain backward"): "gradients that are not averaged over the mesh",
     ("manual", "plain backward"): "is averaged over the ranks after `fabric.backward(loss)`",
     ("ddp_sharded", "optimizer from before setup, plain backward"): "that was not set up",
     ("deepspeed_stage_1", "clip_grad_norm_ of torch"): "call `fabric.clip_gradients(model, optimizer, max_norm=...)`",

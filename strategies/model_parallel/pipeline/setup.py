@@ -139,7 +139,6 @@ class PipelineGradientSync(GradientSync):
 
     def release(self) -> None:
         self.stages.release()
-        self.averaging.release()
 
 
 def _refuse_mark(method: str) -> None:
