@@ -1,7 +1,7 @@
 """The effect of a precision on forward: inputs are cast for a `-true` precision, autocast is on for a `-mixed` one.
 
 Under a `-true` precision tensors created in forward have its dtype too, as in plain PyTorch under
-`torch.setdefault_dtype`; also in backward, where activation checkpointing runs forward again. Complex numbers stay
+`torch.set_default_dtype`; also in backward, where activation checkpointing runs forward again. Complex numbers stay
 complex. Outputs are not cast. Loss functions called outside forward use `Fabric.autocast()`.
 """
 
@@ -85,15 +85,15 @@ class DefaultDtype:
     def __enter__(self) -> None:
         with self._lock:
             if self._num_within == 0:
-                self._before = torch.getdefault_dtype()
-                torch.setdefault_dtype(self._dtype)
+                self._before = torch.get_default_dtype()
+                torch.set_default_dtype(self._dtype)
             self._num_within += 1
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._num_within -= 1
             if self._num_within == 0:
-                torch.setdefault_dtype(self._before)
+                torch.set_default_dtype(self._before)
 
 
 def dtype_of_new_tensors(precision: Precision) -> AbstractContextManager[None]:
