@@ -25,7 +25,10 @@ STABLE: Names = {
         "_disable_dynamo": "`torch.compiler.disable` imports the compiler, 1 s; used instead where this is gone",
         "_foreach_mul_": "one kernel for many gradients, as optimizers of torch use",
     },
-    "torch._C": {"DisableTorchFunctionSubclass": "what a `__torch_function__` runs is not sent to it again"},
+    "torch._C": {
+        "DisableTorchFunctionSubclass": "what a `__torch_function__` runs is not sent to it again",
+        "_disabled_torch_function_impl": "a subclass of Tensor without `__torch_function__`, as torch writes its own",
+    },
     "torch.distributed.distributed_c10d": {"_world": "all groups: see Note [Groups while forked processes run]"},
     "torch._C._distributed_c10d": {"_dump_fr_trace|_dump_nccl_trace": "reads the flight recorder in this process"},
     "torch:Tensor": {
@@ -61,7 +64,6 @@ BOUND: Names = {
     "torch._C": {
         "_functorch": "`maybe_current_level`: whether a transform of torch.func is running",
         "_current_graph_task_id": "whether a backward is running; no public function says so",
-        "_disabled_torch_function_impl": "a subclass of Tensor without `__torch_function__`, as torch writes its own",
     },
     "torch._C._functorch": {"maybe_current_level": "whether a transform of torch.func is running"},
     "torch.autograd:Variable": {"_execution_engine": "`queue_callback`: what runs when a backward ends; no hook does"},

@@ -8,7 +8,7 @@ would be skipped silently.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -32,11 +32,7 @@ class InShards(Tensor):
         made.is_zeroed, made.why = False, why
         return made
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Operations of an `InShards` are no subclass's: they reach `__torch_dispatch__` as they are."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

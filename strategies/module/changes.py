@@ -96,7 +96,10 @@ class AddedParameters:
         computes gradients. `instead`: what to write, if not to add it before `setup`."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # the compiler cannot trace the comparison
             return
-        added = [named for named in self.found() if named[1].requires_grad or self._frozen]
+        found = self.found()
+        if not found and not self._unfrozen:  # in nearly every step
+            return
+        added = [named for named in found if named[1].requires_grad or self._frozen]
         unfrozen = [named for named in self._unfrozen if named[1].requires_grad]
         names = [name for name, each in (*added, *unfrozen) if as_sharded(each) is None]
         if not names:
