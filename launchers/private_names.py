@@ -52,7 +52,7 @@ def _has(owner: Any, name: str) -> bool:
         return True
     kinds = owner.__mro__ if isinstance(owner, type) else ()
     functions = (unwrap(each) for kind in kinds for each in vars(kind).values() if isinstance(each, FunctionType))
-    return any(name in _mentioned(function.__code__) for function in functions)
+    return any(name in _mentioned(each.__code__) for each in functions if isinstance(each, FunctionType))
 
 
 def _mentioned(code: CodeType) -> Iterator[str]:

@@ -61,32 +61,7 @@ _HOME = {
     "register_strategy": "registry",
 }
 
-__all__ = [
-    "DDPStrategy",
-    "DataParallelStrategy",
-    "DeepSpeedStrategy",
-    "FSDPStrategy",
-    "FairScaleFSDPStrategy",
-    "FairScaleShardedStrategy",
-    "HorovodStrategy",
-    "ManualContext",
-    "ManualStrategy",
-    "ModelParallelStrategy",
-    "Parallelized",
-    "Pipeline",
-    "PowerSGD",
-    "Precision",
-    "Route",
-    "SingleDeviceStrategy",
-    "SingleDeviceXLAStrategy",
-    "Strategy",
-    "XLAFSDPStrategy",
-    "XLAModelParallelStrategy",
-    "XLAStrategy",
-    "along",
-    "available_strategies",
-    "register_strategy",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

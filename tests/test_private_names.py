@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 LISTS = {
     "launchers.process.interpreter": ("NAMES", "OF_LOADERS"),
     "launchers.xla_internals": ("NAMES",),
-    "strategies.torch_internals": ("ALWAYS", "FULLY_SHARD", "COMPILED"),
+    "strategies.torch_internals": ("STABLE", "BOUND", "FULLY_SHARD", "COMPILED"),
     "strategies.data.huggingface": ("NAMES",),
     "strategies.deepspeed.library": ("NAMES", "STAGE_3"),
     "strategies.fairscale.library": ("FULLY_SHARDED", "SHARDED"),
@@ -45,6 +45,7 @@ OF_USERS = {
     "_checkpoint_wrapped_module": "a prefix in names of parameters, which torch's wrapper for checkpointing leaves",
     "_reset_parameters": "the method of `nn.MultiheadAttention` and `nn.Transformer` that draws their weights",
     "_local_scalar_dense _foreach_zero_": "operators, as a TorchDispatchMode is told them",
+    "_foreach_copy_ _foreach_maximum_ _foreach_minimum_": "operators that optimizers of other libraries call",
     "_schema": "of an operator: whether it writes to its arguments",
 }
 """Attributes of what a user brings, looked for there and nowhere relied upon, with the reason."""
@@ -164,6 +165,54 @@ def test_the_installed_releases_have_each_name_of_the_lists() -> None:
     )
     ended = template.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
+
+
+WITHOUT = """
+import re, torch, torch._dynamo
+from pkgutil import resolve_name
+
+def step(fabric):
+    model = torch.nn.Linear(3, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        fabric.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return fabric.world_size
+
+if __name__ == "__main__":
+    owners = {owner: resolve_name(owner) for table in TABLES for owner in table}
+    for table in TABLES:
+        for owner, reasons in table.items():
+            for name in re.split(r"[ |]", " ".join(reasons)):
+                if name in vars(owners[owner]) and name not in NEEDED:
+                    delattr(owners[owner], name)
+    from fabric import Fabric
+    for strategy, size in (("single_device", 1), ("ddp", 2)):
+        launcher = "fork" if size > 1 else "auto"
+        assert Fabric(accelerator="cpu", strategy=strategy, devices=size, launcher=launcher).launch(step) == size
+    from fabric.strategies.torch_internals import require_compiler
+    try:
+        require_compiler()
+    except ImportError as error:
+        print(error)
+"""
+NEEDED = {"_execution_engine"}
+"""Names without which torch itself could not do a step."""
+
+
+@pytest.mark.slow
+def test_single_device_and_ddp_run_where_torch_has_none_of_the_names_that_features_check(tmp_path: Path) -> None:
+    tables = [
+        table
+        for name, table in lists().items()
+        if name.startswith("strategies.torch_internals") and not name.endswith("STABLE")
+    ]
+    program = tmp_path / "program.py"
+    program.write_text(f"TABLES, NEEDED = {tables!r}, {NEEDED!r}\n{WITHOUT}")
+    ended = template.run([sys.executable, str(program)], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert "has no `torch._C._dynamo.eval_frame._FrameAction`" in ended.stdout
 
 
 def test_a_missing_name_is_an_error_that_names_both_releases() -> None:

@@ -27,7 +27,6 @@ from fabric.strategies.gradients.bare_parameters import (
     BareParameters,
     outside,
     refuse_another_model,
-    refuse_later,
     refuse_shards,
 )
 from fabric.strategies.gradients.clipping import gradients_are_finite
@@ -36,7 +35,6 @@ from fabric.strategies.module.same_model import refuse_different_models, refuse_
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.strategy import Strategy
-from fabric.strategies.tensors.dtensor import as_sharded
 
 if TYPE_CHECKING:
     from fabric.strategies.data.device_loader import DeviceLoader
@@ -209,8 +207,6 @@ class SetUp:
             self.bare.add(bare, move=move)
         self.optimizers.update(optimizers)
         for optimizer in optimizers:
-            if runtime.world.size > 1 and "bare_parameters" not in self._strategy.lacks:
-                undo.callback(refuse_later(optimizer, partial(self._averaged_by_nothing, optimizer)))
             optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # the loss scaler sets it
             undo.callback(vars(optimizer).pop, "step_was_skipped", None)
             undo.callback(self._closure_loss.attach(optimizer))
@@ -221,8 +217,3 @@ class SetUp:
             self._accumulation.guard(optimizers)
         for moment in self._moments.optimizers_set_up:
             moment(optimizers)
-
-    def _averaged_by_nothing(self, optimizer: Optimizer) -> list[Tensor]:
-        """The parameters of an optimizer that nothing averages."""
-        bare = (parameter for _, parameter in outside([optimizer], self.models))
-        return [each for each in bare if as_sharded(each) is None and each not in self.bare]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, final
 
@@ -16,14 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.ddp.comm_hooks import register
-from fabric.strategies.gradients.call_module import CallModule
-from fabric.strategies.gradients.reducer import end_reducer
+from fabric.strategies.gradients.reducer import CallModule, end_reducer
 from fabric.strategies.gradients.scaling import Factor, scale_gradients
 from fabric.strategies.gradients.sync import Finish, GradientSync
-from fabric.strategies.module.buffers import broadcast_from_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.module.outputs import conceal, expose
-from fabric.strategies.module.transforms import refuse_transforms
 from fabric.strategies.tensors.packing import Spec
 from fabric.strategies.tensors.parameters import name_some
 
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from fabric.strategies.runtime import Runtime
 
 _grad = attrgetter("grad")
+_state = attrgetter("requires_grad", "dtype", "device")
 
 
 @final
@@ -43,18 +43,16 @@ class DDPGradientSync(GradientSync):
         self.expects_backward = False
         self.needs_all = not (options.find_unused_parameters or options.static_graph)
         self.contents = Contents(module)
-        self.flags: list[bool] = []  # `requires_grad` of the parameters when `parallel` was created
-        self.placement = self.contents.placement()
+        self.states: list[Any] = []  # of the parameters when `parallel` was created
         self.parameters: list[nn.Parameter] = []
         self.parallel: DistributedDataParallel | None = None
         self.alike: Contents | None = None  # tensors that were broadcast from rank 0
-        if any(self.contents.flags()):
-            self._arrange(self.contents.flags())
+        if self.contents.trainable():
+            self._arrange()
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        refuse_transforms(self.module)
         if not self._is_arranged():  # all parameters are frozen: nothing to average
             output = function(*args, **kwargs)
         else:
@@ -66,11 +64,9 @@ class DDPGradientSync(GradientSync):
             else:  # torch searches the outputs for the parameters behind them
                 output = conceal(self.parallel(lambda *args, **kwargs: expose(function(*args, **kwargs)), args, kwargs))
             self.expects_backward = self.expects_backward or self.synced
-        if self.synced and self.parallel is not None and self.options.broadcast_buffers:
-            buffers = self.contents.buffers()
-            if buffers:
-                # Not before forward, as in torch: this way an evaluation finds equal buffers, and needs no message.
-                broadcast_from_rank_zero(self.collective, buffers)
+        if self.synced and self.parallel is not None and self.options.broadcast_buffers and any(self.contents.buffers):
+            # Not before forward, as in torch: this way an evaluation finds equal buffers, and needs no message.
+            broadcast_from_rank_zero(self.collective, buffers_of(self.contents.modules))
         return output
 
     def parameters_held(self) -> Iterable[Tensor]:
@@ -99,36 +95,35 @@ class DDPGradientSync(GradientSync):
             now = Contents(self.module)
             if not all(isinstance(each, nn.Parameter) for each in now.parameters):
                 return self.parallel is not None  # within `torch.func.functional_call`, with functions of the weights
-            self.contents, self.flags = now, []
-        flags = self.contents.flags()
-        if flags != self.flags or self.contents.placement() != self.placement:
-            if not any(flags):
+            self.contents, self.states = now, []
+        if list(map(_state, self.contents.parameters)) != self.states:
+            if not self.contents.trainable():
                 return False
-            self._arrange(flags)
+            self._arrange()
         return True
 
-    def _arrange(self, flags: list[bool]) -> None:
-        again, names = self.alike is not None, dict(self.module.named_parameters())
+    def _arrange(self) -> None:
         if self.parallel is not None:
-            lines = [f"{name}: {Spec.of(each)}" for name, each in names.items() if each.requires_grad]
+            named = self.module.named_parameters()
+            lines = [f"{name}: {Spec.of(each)}" for name, each in named if each.requires_grad]
             check_call(self.collective, "\n".join([f"forward of `{type(self.module).__name__}`, which trains", *lines]))
             end_reducer(self.parallel)
-        options, wrapped, parameters = self.options, CallModule(self.module), self.contents.trainable()
+        options = self.options
         self.parallel = DistributedDataParallel(
-            wrapped,
+            CallModule(self.module),
             process_group=self.collective.for_gradients().process_group,
             bucket_cap_mb=options.bucket_bytes / 2**20,
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
-            init_sync=not again,
+            init_sync=False,
             **_BUFFERS_ARE_OURS,
         )
         if options.comm_hook is not None:
             register(self.parallel, options.comm_hook)
         broadcast_from_rank_zero(self.collective, self.contents.new_since(self.alike))
-        self.alike, self.flags, self.parameters = self.contents, flags, parameters
-        self.placement = self.contents.placement()
+        self.alike, self.parameters = self.contents, self.contents.trainable()
+        self.states = list(map(_state, self.contents.parameters))
 
     def watch(self) -> Finish | None:
         # Note [Gradients that were not averaged]
@@ -137,9 +132,7 @@ class DDPGradientSync(GradientSync):
         if not self.synced:
             return self._watch_unsynced() if self.expects_backward else None
         parameters = self.parameters
-        if not self.expects_backward and (
-            not self.contents.is_as_it_was() or self.contents.flags() != self.flags
-        ):  # also of parameters that no forward has used yet
+        if not self.expects_backward:  # also those that no forward has used yet
             parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         find_changed = _changes(parameters)
 
@@ -184,11 +177,13 @@ class DDPGradientSync(GradientSync):
 def _changes(parameters: Sequence[Tensor]) -> Callable[[], list[bool]]:
     """A function that tells which gradients have changed since this call."""
     before = list(map(_grad, parameters))
-    versions = [-1 if grad is None else grad._version for grad in before]
+    versions: list[int] = []
+    if any(map(is_not, before, repeat(None))):
+        versions = [-1 if grad is None else grad._version for grad in before]
 
     def find() -> list[bool]:
         changed = list(map(is_not, map(_grad, parameters), before))
-        if all(changed):
+        if not versions or all(changed):
             return changed
         return [
             new or (grad is not None and grad._version != version)

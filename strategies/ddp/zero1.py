@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.fill import fill_from
@@ -26,9 +26,6 @@ from fabric.strategies.undo import replace_attributes, undo_all
 
 def refuse_whole(optimizers: Sequence[Optimizer]) -> None:
     """Raise ValueError for an optimizer that computes a parameter's step from more than its own gradient."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS):
-            raise ValueError(_WHOLE.format(optimizer=type(optimizer).__name__))
     refuse_without_hooks(optimizers)
     refuse_dependent(optimizers, _WHOLE, flat=False)
 

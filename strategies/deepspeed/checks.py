@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.deepspeed.config import refuse_by_name
-from fabric.strategies.gradients.elementwise import is_independent, refuse_dependent, refuse_without_hooks
+from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_without_hooks
 from fabric.strategies.gradients.optimizer_modes import has_modes
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.runtime import Runtime
@@ -66,8 +66,6 @@ def refuse_setup(
             continue
         refuse_without_hooks([optimizer])
         refuse_dependent([optimizer], _DEPENDENT, flat=True)
-        if is_independent(optimizer, flat=True) is None:
-            runtime.report(_FLAT.format(name=type(optimizer).__name__))
 
 
 COMPILED = (
@@ -89,11 +87,6 @@ _MODES = (
 )
 _DEPENDENT = (
     "`{optimizer}` in `setup` uses whole tensors, but ZeRO passes an optimizer slices of one flat tensor, so the "
-    "results would differ: on small tensors they did. Use one that updates each element independently (SGD, Adam, "
+    "results would differ. Use one that updates each element independently (SGD, Adam, "
     "AdamW, RMSprop), or `strategy='ddp'` or 'fsdp'."
-)
-_FLAT = (
-    "ZeRO passes `{name}` slices of one flat tensor. That is right for an optimizer that updates each element "
-    "independently, and silently wrong for one that uses whole tensors or their shapes. Whether it does could not be "
-    "tried on small tensors: its step needs a closure, draws random numbers, or raises there."
 )

@@ -24,8 +24,8 @@ from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.deepspeed.released import Released
 from fabric.strategies.deepspeed.state import as_changed
 from fabric.strategies.gradients.scaling import multiply
-from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.outputs import outputs_in
 from fabric.strategies.precision.loss_scaler import all_finite

@@ -32,8 +32,8 @@ from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
 from fabric.strategies.fairscale.fsdp_state import holds_local
 from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, root_logger_untouched
 from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
-from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
 from fabric.strategies.module.outputs import outputs_in
 from fabric.strategies.module.transforms import refuse_transforms

@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.fairscale.changed_gradients import note, refuse_changed
 from fabric.strategies.fairscale.library import LATE, NOT_AVERAGED, SHARDED, UNUSED, look_up, root_logger_untouched
-from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.optimizer_modes import broadcast_after_modes
+from fabric.strategies.gradients.reducer import CallModule
 from fabric.strategies.gradients.scaling import Factor
 from fabric.strategies.gradients.sync import Finish, GradientSync
-from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.tensors.in_shards import InShards
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.parameters import name_some, parameters_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
-from fabric.strategies.module.changes import Additions
+from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
@@ -28,7 +28,7 @@ class FSDPGradientSync(GradientSync):
     def __init__(self, runtime: Runtime, module: nn.Module, unfilled: Unfilled, *, broadcast_buffers: bool) -> None:
         self.collective, self.module, self.unfilled = runtime.collective, module, unfilled
         self.buffered = list(module.modules()) if broadcast_buffers and runtime.world.size > 1 else []
-        self.additions = Additions(module, by_name=True)
+        self.additions = AddedParameters(module, by_name=True)
         units = fsdp_modules(module)
         self.order = ExecutionOrder(runtime, module, units)
         self.reductions = Reductions(runtime, module, units)

@@ -8,7 +8,7 @@ exact, however synchronised and unsynchronised backwards alternate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import cast, final
 
@@ -36,42 +36,25 @@ class MeshAveraging:
         assert runtime.mesh is not None
         layout = layout_of(module, runtime.mesh)
         data = tuple(axis for axis in DATA_AXES if degree(runtime.mesh, axis) > 1)
-        tensor = ("tensor",) if layout.off_tensor else ()
         # Ranks whose models differ (pipeline stages) may need different groups, and all ranks must create each of them.
-        wanted = {axes for axes in (*layout.unaveraged, data, tensor) if axes}
+        wanted = {axes for axes in (*layout.unaveraged, data) if axes}
         wanted = wanted.union(*runtime.collective.all_gather_object(wanted))
         groups = {axes: along(runtime.collective, runtime.mesh, axes).for_gradients() for axes in sorted(wanted)}
         self.module = module
         self.synced = True
         self.parameters = list(module.parameters())
         self.unaveraged = [(groups[axes], list(named.values())) for axes, named in layout.unaveraged.items()]
-        self.replicas = Replicas(groups[tensor], layout.off_tensor) if tensor else None
         self.data = groups[data] if data else None
         self.buffered = list(module.modules()) if data else []
         self.sharded = fsdp_modules(module)
-        self.expected = False
-        trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
-        self.hooks = [
-            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
-            for parameter in trainable
-        ]
-
-    def release(self) -> None:
-        """Remove the hooks from the parameters."""
-        for hook in self.hooks:
-            hook.remove()
 
     def watch(self) -> Callable[[], None] | None:
         """See `GradientSync.watch`."""
-        self.expected = self.synced
         return self.average if self.synced else None
 
     def average(self) -> None:
         """Average all gradients that no wrapper reduces. Ranks: all, after the backward."""
-        self.expected = False
         redistribute(self.parameters)
-        if self.replicas is not None:
-            self.replicas.check()
         for collective, parameters in self.unaveraged:
             average(collective, parameters)
 
@@ -85,55 +68,6 @@ class MeshAveraging:
         self.synced = synced
         for part in self.sharded:
             part.set_requires_gradient_sync(synced, recurse=False)
-
-    def _arrived(self, parameter: Tensor) -> None:
-        """Called within each backward, for each gradient."""
-        if self.synced and not self.expected:
-            raise RuntimeError(
-                "`loss.backward()` computes gradients that are not averaged over the mesh: those of "
-                f"`{type(self.module).__name__}` are averaged after it, by `fabric.backward(loss)`. Call that."
-            )
-
-
-@final
-class Replicas:
-    """Parameters replicated over the axis "tensor", whose gradients must therefore be equal."""
-
-    def __init__(self, collective: Collective, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.collective = collective
-        self.unseen = dict(parameters)
-
-    def check(self) -> None:
-        """Compare each gradient once, in the first backward that computes it. Ranks: all of the collective.
-
-        Raises: RuntimeError: a gradient differs by more than rounding.
-        """
-        trainable = {name: parameter for name, parameter in self.unseen.items() if parameter.requires_grad}
-        present = set(_present_anywhere(self.collective, trainable.values()))
-        seen = {name: _local_gradient(parameter) for name, parameter in trainable.items() if parameter in present}
-        finite = all(bool(gradient.isfinite().all()) for gradient in seen.values())
-        if not seen or not self.collective.reduce_boolean_decision(finite):  # overflowed gradients cannot be compared
-            return
-        for name, gradient in seen.items():
-            self._compare(name, gradient)
-            del self.unseen[name]
-
-    def _compare(self, name: str, gradient: Tensor) -> None:
-        if gradient.numel() == 0:
-            return
-        highest, negated = self.collective.all_reduce(torch.stack([gradient, -gradient]), "max")
-        spread, largest = (highest + negated).max().item(), torch.maximum(highest, negated).max().item()
-        if spread > largest * torch.finfo(gradient.dtype).eps ** 0.5:
-            raise RuntimeError(_UNEQUAL.format(name=name, spread=spread, largest=largest, size=self.collective.size))
-
-
-_UNEQUAL = (
-    "The gradient of `{name}` must be the same on the {size} ranks along the axis 'tensor', but differs by "
-    "{spread:.2g} (its largest element is {largest:.2g}): each rank computed it from other activations, and no "
-    "collective adds the parts up. Give its module a plan in `parallelize_fn` (`SequenceParallel()`, "
-    "`ColwiseParallel()`, `RowwiseParallel()`), give it activations that are whole on every rank, or seed the ranks "
-    "alike."
-)
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.gradients.clipping import on_gradient
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.runtime import Runtime
@@ -29,8 +28,6 @@ class BareParameters(GradientSync):
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._parameters: list[Tensor] = []
-        self._is_expected = False
-        self._hooks: list[Any] = []
 
     def __bool__(self) -> bool:
         return bool(self._parameters) and self._runtime.world.size > 1
@@ -47,38 +44,22 @@ class BareParameters(GradientSync):
         self._parameters += new
         if self._runtime.world.size > 1:
             broadcast_from_rank_zero(self._runtime.collective, new)
-            self._hooks += [
-                on_gradient(parameter, self._arrived)
-                for parameter in new
-                if parameter.is_floating_point() or parameter.is_complex()
-            ]
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
 
     def watch(self) -> Finish | None:
-        self._is_expected = self.synced
-        return self._average if self._is_expected else None
+        return self._average if self.synced else None
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self._parameters
 
     def release(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _arrived(self, parameter: Tensor) -> None:
-        """Autograd hook: called in each backward, for each parameter with a gradient."""
-        if self.synced and not self._is_expected:
-            raise RuntimeError(
-                f"`loss.backward()` computes the gradient of a parameter of shape {tuple(parameter.shape)} that is in "
-                "no module, and only `fabric.backward(loss)` averages those over the ranks. Call that."
-            )
+        pass
 
     @torch.no_grad()
     def _average(self) -> None:
         """Average gradients; a rank without one counts as zero, and if none has one it stays None. Ranks: all."""
-        self._is_expected = False
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in self._parameters:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
@@ -128,35 +109,6 @@ def refuse_shards(others: Iterable[tuple[Optimizer, Tensor]]) -> None:
                 f"The `{type(optimizer).__name__}` holds a sharded parameter, of shape {tuple(parameter.shape)}, "
                 "that belongs to no module set up so far. Set up every module before the optimizers of its parameters."
             )
-
-
-def refuse_later(optimizer: Optimizer, find: Callable[[], Sequence[Tensor]]) -> Callable[[], None]:
-    """Let `optimizer.step` raise RuntimeError if `find` returns parameters that were added later.
-
-    `find` is called when the number of parameters has changed. Returns a function that removes the check.
-    """
-    known = set(parameters_of(optimizer))  # a layer may leave its module, and its parameters stay here
-    seen = len(known)
-
-    def check(*_: Any) -> None:
-        nonlocal seen
-        number = 0
-        for group in optimizer.param_groups:  # in each step: a generator would take twice as long
-            number += len(group["params"])
-        if number == seen:
-            return
-        others = [parameter for parameter in find() if parameter not in known]
-        if others:
-            raise RuntimeError(
-                f"The `{type(optimizer).__name__}` was given {len(others)} parameters after it was set up (the "
-                f"first of shape {tuple(others[0].shape)}) that are in no module that was set up, so their "
-                "gradients were not averaged over the ranks. Make an optimizer of them, and pass it to "
-                "`fabric.setup_optimizers`, or set up the module that they are in."
-            )
-        known.update(parameters_of(optimizer))
-        seen = number
-
-    return optimizer.register_step_pre_hook(check).remove
 
 
 IN_MODULE = (

@@ -1,29 +1,37 @@
-"""Whether an optimizer updates each element of its parameters independently: it is tried on small tensors.
+"""Which optimizers compute an element's update from that element alone, and which from more: a table.
 
-Backends that shard step slices of flattened parameters on each rank, or some of the parameters. An optimizer that
-computes an update from norms, rows or matrices of a parameter, or from all of them (LARS, LAMB, Shampoo, Prodigy), is
-then another one, and nothing raises. So its class takes three steps with tensors of a few elements, whole and in
-pieces, before it is set up. Called once for each optimizer that is not of torch; takes some milliseconds.
+Backends pass an optimizer slices of flattened parameters on each rank, or some of the parameters. One that computes an
+update from norms, rows or matrices of a parameter, or from all of them (LARS, LAMB, Shampoo, Prodigy), is then another
+one, and nothing raises. So an optimizer that is not in the table is refused, unless it has an attribute `updates_each`.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from fabric.strategies.accelerators.torch_accelerator import has_streams
+Unit: TypeAlias = Literal["element", "parameter", "model"]
 
-_NUM_STEPS = 3
-_RATE = 0.1
-_SHAPES = ((6, 4), (5,))
-_CUT = 13  # within the matrix, and within a row of it
+KNOWN: Mapping[Unit, Mapping[str, str]] = {
+    "element": {
+        "torch": "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD SparseAdam",
+        "apex": "FusedAdagrad FusedAdam FusedSGD",
+        "deepspeed": "DeepSpeedCPUAdagrad DeepSpeedCPUAdam DeepSpeedCPULion FusedAdam FusedLion",
+        "lion_pytorch": "Lion",
+        "pytorch_optimizer": "ADOPT AdaBelief AdEMAMix Lion QHAdam SGDW Tiger",
+        "schedulefree": "AdamWScheduleFree AdamWScheduleFreeReference RAdamScheduleFree SGDScheduleFree",
+    },
+    "parameter": {
+        "torch": "Adafactor Muon",
+        "bitsandbytes": "Adam Adam8bit AdamW AdamW8bit Lion Lion8bit SGD SGD8bit",  # quantised in blocks of elements
+        "pytorch_optimizer": "LARS Lamb Muon SOAP Shampoo StableAdamW",
+        "transformers": "Adafactor",
+    },
+    "model": {"torch": "LBFGS", "prodigyopt": "Prodigy", "pytorch_optimizer": "DAdaptAdam DAdaptSGD Prodigy"},
+}
+"""What an update is computed from: the classes of each package."""
 
 
 def refuse_without_hooks(optimizers: Sequence[Optimizer]) -> None:
@@ -41,102 +49,33 @@ _NO_HOOKS = (
 
 
 def refuse_dependent(optimizers: Sequence[Optimizer], sentence: str, *, flat: bool) -> None:
-    """Raise ValueError if an update of one of these depends on elements that are on another rank.
+    """Raise ValueError if an update of one of these may depend on elements that are on another rank.
 
     `flat`: ranks step slices of flattened parameters; otherwise each rank steps some of the parameters. `sentence`: the
-    error, with a place for the name of the `{optimizer}`.
+    error for one that does depend on them, with a place for the name of the `{optimizer}`.
     """
     for optimizer in optimizers:
-        if is_independent(optimizer, flat=flat) is False:
-            raise ValueError(sentence.format(optimizer=type(optimizer).__name__))
+        unit, name = updates_each(optimizer), type(optimizer).__name__
+        if unit is None:
+            raise ValueError(_UNKNOWN.format(optimizer=name, unit="element" if flat else "parameter"))
+        if unit == "model" or (flat and unit == "parameter"):
+            raise ValueError(sentence.format(optimizer=name))
 
 
-def is_independent(optimizer: Optimizer, *, flat: bool) -> bool | None:
-    """Whether steps of pieces are those of the whole; None if that cannot be tried: the step needs a closure or other
-    arguments, draws random numbers, or does not run on small tensors. Changes neither the optimizer nor generators."""
-    if type(optimizer).__module__.startswith("torch.optim."):
-        return True  # whoever calls this refuses LBFGS and others of torch's by name
-    groups: dict[str, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        options = {name: value for name, value in group.items() if name != "params"}
-        groups.setdefault(repr(sorted(options.items(), key=lambda item: str(item[0]))), group)
-    device = next((each.device for group in groups.values() for each in group["params"]), torch.device("cpu"))
-    if device.type == "meta":  # not filled yet
-        device = torch.device("cpu")
-    with torch.random.fork_rng([device] if has_streams(device) else [], device_type=device.type):
-        found = [_tried(optimizer, group, device, flat) for group in groups.values()]
-    return False if False in found else None if None in found else True
+_UNKNOWN = (
+    "`{optimizer}` is not known to compute the update of each {unit} from the gradient of that {unit} alone, and here "
+    "a rank has a part of the gradients. If it does, write `optimizer.updates_each = '{unit}'` before `fabric.setup`; "
+    "otherwise pass `strategy='ddp'` or 'fsdp', without `shard_optimizer`."
+)
 
 
-def _tried(optimizer: Optimizer, group: dict[str, Any], device: torch.device, flat: bool) -> bool | None:
-    values = [_numbers(shape, 1.0, device) for shape in _SHAPES]
-    gradients = [[_numbers(shape, 2.0 + step, device) for shape in _SHAPES] for step in range(_NUM_STEPS)]
-    try:
-        whole = _steps(optimizer, group, values, gradients)
-        again = _steps(optimizer, group, values, gradients)
-    except Exception:  # of the user's class, which may need anything
-        return None
-    if not torch.equal(whole, again) or not whole.isfinite().all():
-        return None
-    pieces = _pieces if flat else list
-    try:
-        parts = [
-            _steps(optimizer, group, [value], [[pieces(step)[number]] for step in gradients])
-            for number, value in enumerate(pieces(values))
-        ]
-    except Exception:  # it runs on matrices, but not on a slice
-        return False
-    return torch.allclose(torch.cat(parts), whole, rtol=1e-4, atol=1e-6)
+def updates_each(optimizer: Optimizer) -> Unit | None:
+    """What an update is computed from: an element, a parameter, or all of them; None: not known.
 
-
-def _steps(
-    optimizer: Optimizer, group: dict[str, Any], values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
-) -> Tensor:
-    """What the parameters are after steps of a copy of the optimizer, flattened."""
-    parameters = [torch.nn.Parameter(value.clone()) for value in values]
-    tried = _copy(optimizer, group, parameters)
-    for step in gradients:
-        for parameter, gradient in zip(parameters, step, strict=True):
-            parameter.grad = gradient.clone()
-        type(optimizer).step(tried)
-    return torch.cat([parameter.detach().flatten() for parameter in parameters])
-
-
-def _copy(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    parameters: list[torch.nn.Parameter],
-    memo: dict[int, Any] | None = None,
-) -> Optimizer:
-    """The optimizer with these parameters and no state, and with it those that it wraps. `memo`: as in `deepcopy`."""
-    memo = {} if memo is None else memo
-    tried: Optimizer = object.__new__(type(optimizer))
-    rate = group.get("lr")
-    replaced = {} if rate is None else {"lr": torch.full_like(rate, _RATE) if isinstance(rate, Tensor) else _RATE}
-    memo[id(optimizer)] = tried
-    memo.setdefault(id(optimizer.param_groups), [{**group, **replaced, "params": parameters}])
-    memo.setdefault(id(optimizer.state), defaultdict(dict))
-    memo.update({id(each): parameters[0] for other in optimizer.param_groups for each in other["params"]})
-    for name, value in vars(optimizer).items():
-        if name.startswith("_optimizer_"):  # hooks of the user
-            vars(tried)[name] = OrderedDict()
-        elif isinstance(value, Optimizer) and id(value) not in memo:
-            vars(tried)[name] = _copy(value, group, parameters, memo)
-        elif not callable(
-            getattr(type(optimizer), name, None)
-        ):  # schedulers replace `step` by a method of the instance
-            vars(tried)[name] = value
-            with suppress(Exception):  # a process group, or a lock
-                vars(tried)[name] = copy.deepcopy(value, memo)
-    return tried
-
-
-def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    return [flat[:_CUT], flat[_CUT:]]
-
-
-def _numbers(shape: tuple[int, ...], shift: float, device: torch.device) -> Tensor:
-    """Numbers of different sizes, none of them zero."""
-    count = torch.Size(shape).numel()
-    return (torch.arange(1, count + 1, dtype=torch.float32, device=device).mul(shift).sin() * 0.7).view(shape)
+    What the program says in `optimizer.updates_each`, of the object or its class, goes before the table.
+    """
+    said: Unit | None = getattr(optimizer, "updates_each", None)
+    if said in KNOWN:
+        return said
+    package, name = type(optimizer).__module__.partition(".")[0], type(optimizer).__name__
+    return next((unit for unit, classes in KNOWN.items() if name in classes.get(package, "").split()), None)

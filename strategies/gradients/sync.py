@@ -143,7 +143,10 @@ def backward_through(
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         scaled = loss if scale_loss is None else scale_loss(loss)
-        finishes = [finish for watch in watches if (finish := watch()) is not None]
+        finishes = []
+        for watch in watches:  # no comprehension, which is a call
+            if (finish := watch()) is not None:
+                finishes.append(finish)
         try:
             scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:

@@ -25,7 +25,7 @@ from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.state import own_parameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
-from fabric.strategies.module.changes import Additions, Contents
+from fabric.strategies.module.changes import AddedParameters, Contents
 from fabric.strategies.sharding.mesh import along, axes_of, degree
 from fabric.strategies.tensors.dtensor import as_sharded
 
@@ -63,7 +63,7 @@ class ManualGradientSync(GradientSync):
         for parameter in ours:
             self._arrange(parameter)
         self.along = {axes: along(context.collective, context.mesh, axes).for_gradients() for axes in self.averaged}
-        self.additions = Additions(parallel.module, by_name=bool(self.sharded))
+        self.additions = AddedParameters(parallel.module, by_name=bool(self.sharded))
         self.flags = [(replica, contents := Contents(replica.module), contents.flags()) for replica in self.replicas]
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

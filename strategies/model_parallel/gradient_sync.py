@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fabric.strategies.gradients.averaging import MeshAveraging
 from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
-from fabric.strategies.module.changes import Additions
+from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
@@ -26,7 +26,7 @@ class ModelParallelGradientSync(GradientSync):
         self.broadcast_buffers = broadcast_buffers
         self.averaging = MeshAveraging(runtime, module)
         units = self.averaging.sharded
-        self.additions = Additions(module, by_name=bool(units))
+        self.additions = AddedParameters(module, by_name=bool(units))
         self.order = ExecutionOrder(runtime, module, units)
         self.reductions = Reductions(runtime, module, units)
         self._ordered = self.order.around(self._forward)
@@ -52,7 +52,6 @@ class ModelParallelGradientSync(GradientSync):
     def release(self) -> None:
         self.reductions.release()
         self.order.release()
-        self.averaging.release()
 
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.runtime.collective)

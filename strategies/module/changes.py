@@ -1,26 +1,24 @@
 """Changes of a model after `setup`: layers that are added, replaced, frozen or unfrozen.
 
-Strategies list the parameters that they average once, because that takes longer than the rest of our step. So each
-forward checks whether they are still the same: it compares the dicts of all modules with their contents at setup, in
-loops that run in C. torch's `register_module_parameter_registration_hook` would be global instead, and would not
-report `requires_grad_`.
+Strategies list the parameters that they train once, because that takes longer than the rest of our step. So each
+forward compares the dicts of all modules with their contents at setup, in loops that run in C: 0.1 ms for 1000
+parameters. torch's `register_module_parameter_registration_hook` would be global instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from itertools import chain
-from operator import attrgetter, eq, is_
+from operator import attrgetter, is_
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from fabric.strategies.tensors.dtensor import as_sharded
+from fabric.strategies.tensors.parameters import name_some
 
-_AT_END = (object(),)
+_flat = chain.from_iterable
 _requires_grad = attrgetter("requires_grad")
-_dtype = attrgetter("dtype")
 
 
 @final
@@ -33,30 +31,25 @@ class Contents:
     def __init__(self, module: nn.Module, *, by_name: bool = False) -> None:
         self.modules = list(module.modules())
         self.parameters = list(module.parameters())
+        self.buffers: list[dict[str, Tensor | None]] = [part._buffers for part in self.modules]
         children: list[dict[str, Any]] = [part._modules for part in self.modules]
         own: list[dict[str, Any]] = [part._parameters for part in self.modules]
-        self._empty = [each for each in (*children, *own) if not each]
-        self._by_value = list(filter(None, children if by_name else (*children, *own)))
-        self._by_name = list(filter(None, own)) if by_name else []
-        self._values_then = list(_flat(dict.values, self._by_value))
-        self._names_then = list(_flat(dict.keys, self._by_name))
-        self._buffers: list[dict[str, Any]] = [part._buffers for part in self.modules]
+        self._by_value, self._by_name = (children, own) if by_name else (children + own, [])
+        self._values = list(_flat(map(dict.values, self._by_value)))
+        self._names = list(_flat(self._by_name))
 
     def is_as_it_was(self) -> bool:
         """Whether the model still has the same modules and parameters."""
+        values = list(_flat(map(dict.values, self._by_value)))
         return (
-            not any(self._empty)
-            and all(map(is_, _flat(dict.values, self._by_value), self._values_then))
-            and (not self._by_name or all(map(eq, _flat(dict.keys, self._by_name), self._names_then)))
+            len(values) == len(self._values)
+            and all(map(is_, values, self._values))
+            and list(_flat(self._by_name)) == self._names
         )
 
     def flags(self) -> list[bool]:
         """`requires_grad` of each parameter now."""
         return list(map(_requires_grad, self.parameters))
-
-    def placement(self) -> tuple[list[torch.dtype], list[torch.device]]:
-        """The dtype of each parameter now, and the device of the first one: a device takes longer to read."""
-        return list(map(_dtype, self.parameters)), [each.device for each in self.parameters[:1]]
 
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that require gradients now."""
@@ -72,39 +65,52 @@ class Contents:
         buffers = [buffer for part in new for buffer in part._buffers.values() if buffer is not None]
         return [*(each for each in self.parameters if id(each) not in known), *dict.fromkeys(buffers)]
 
-    def buffers(self) -> list[Tensor]:
-        """The buffers that the modules have now. Not to be cached: a forward may assign another tensor
-        (https://github.com/pytorch/pytorch/issues/63916)."""
-        if not any(self._buffers):
-            return []
-        return list(dict.fromkeys(each for each in _flat(dict.values, self._buffers) if isinstance(each, Tensor)))
-
 
 @final
-class Additions:
-    """Parameters that were added to a model after this was constructed.
+class AddedParameters:
+    """Parameters that a model did not have when this was constructed, for backends that list parameters once.
 
-    `by_name`: see `Contents`; a parameter that replaces another under the same name is then not found.
+    `by_name`: see `Contents`; a parameter that replaces another under the same name is then not found. `unfrozen`:
+    those that were frozen then count, too, once they require gradients. `frozen`: so do added ones that do not.
     """
 
-    def __init__(self, module: nn.Module, *, by_name: bool) -> None:
-        self._module, self._by_name = module, by_name
+    def __init__(
+        self, module: nn.Module, *, by_name: bool = False, unfrozen: bool = False, frozen: bool = False
+    ) -> None:
+        self._module, self._by_name, self._frozen = module, by_name, frozen
         self._contents = Contents(module, by_name=by_name)
-        self._known: set[Any] = set(self._keys())
+        there = self._keys()
+        self._there: set[Any] = set(there)
+        self._unfrozen = [named for named in there.values() if unfrozen and not named[1].requires_grad]
         self._found: list[tuple[str, nn.Parameter]] = []
 
     def found(self) -> list[tuple[str, nn.Parameter]]:
         """The added parameters, with their names. Cheap if the model has not changed."""
         if not self._contents.is_as_it_was():
             self._contents = Contents(self._module, by_name=self._by_name)
-            self._found = [named for key, named in self._keys().items() if key not in self._known]
+            self._found = [named for key, named in self._keys().items() if key not in self._there]
         return self._found
 
-    def refuse(self) -> None:
-        """Raise RuntimeError if one of them requires gradients and is not a DTensor of the user's."""
-        found = [name for name, each in self.found() if each.requires_grad and as_sharded(each) is None]
-        if found and torch.is_grad_enabled():
-            raise RuntimeError(ADDED.format(model=type(self._module).__name__, names=", ".join(map(repr, found[:5]))))
+    def refuse(self, instead: str | None = None) -> None:
+        """Raise RuntimeError if one of them requires gradients and is not a DTensor of the user's, in a forward that
+        computes gradients. `instead`: what to write, if not to add it before `setup`."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # the compiler cannot trace the comparison
+            return
+        found = self.found()
+        if not found and not self._unfrozen:  # in nearly every step
+            return
+        added = [named for named in found if named[1].requires_grad or self._frozen]
+        unfrozen = [named for named in self._unfrozen if named[1].requires_grad]
+        names = [name for name, each in (*added, *unfrozen) if as_sharded(each) is None]
+        if not names:
+            return
+        model = type(self._module).__name__
+        if instead is None:
+            raise RuntimeError(ADDED.format(model=model, names=name_some(names)))
+        raise RuntimeError(
+            f"{len(names)} parameters of `{model}` ({name_some(names)}) were added or unfrozen after `fabric.setup`. "
+            f"{instead}"
+        )
 
     def _keys(self) -> dict[Any, tuple[str, nn.Parameter]]:
         return {
@@ -120,8 +126,3 @@ ADDED = (
     "ranks: {names}. Add and replace layers before `setup`; the layers that it has then may be frozen and unfrozen at "
     "any time."
 )
-
-
-def _flat(of: Any, dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    """The results of `of` for each dict, in order, and an end marker, so that lists of different lengths differ."""
-    return chain(chain.from_iterable(map(of, dicts)), _AT_END)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -196,15 +196,8 @@ def _call(part: nn.Module, method: str) -> bool:
     return True
 
 
-def in_order_of_apply(root: nn.Module) -> Iterator[nn.Module]:
+def in_order_of_apply(root: nn.Module) -> list[nn.Module]:
     """The modules of a model, each once, children before parents: the order of `nn.Module.apply`."""
-    seen: set[nn.Module] = set()
-
-    def visit(part: nn.Module) -> Iterator[nn.Module]:
-        seen.add(part)
-        for child in part.children():
-            if child not in seen:
-                yield from visit(child)
-        yield part
-
-    return visit(root)
+    found: list[nn.Module] = []
+    root.apply(found.append)
+    return list(dict.fromkeys(found))

@@ -10,9 +10,9 @@ parameters: the attribute `forward` would run the prepared module itself, with p
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import MethodType
 from typing import Any, TypeAlias, final
 
@@ -22,6 +22,9 @@ from torch._C._dynamo import eval_frame
 
 from fabric.strategies.module.copies import forget_copied_hooks
 from fabric.strategies.torch_internals import disable_dynamo, require_compiler
+
+_compiler: Callable[[], object] = getattr(eval_frame, "get_eval_frame_callback", lambda: None)
+"""The compiler by which the calling function runs; None: none."""
 
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """`around(function, args, kwargs)` calls `function` with the strategy's code around it and returns its result."""
@@ -107,15 +110,15 @@ class _Method:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
-        if caller.f_code in _CALLS:
-            module = caller.f_locals["self"]
+        if caller.f_code.co_filename == _TORCHS_FILE:  # only there: `f_locals` keeps alive what it shows
+            module = caller.f_locals.get("self", self._path.module)
             if module is not self._path.module and self._path.has_attributes(module):
                 return self._plain(module)(*args, **kwargs)
         if self._path.running:  # forward called by a marked method, or by itself
             return self._function(*args, **kwargs)
         if torch.compiler.is_compiling():
             return outside_of_graphs(self._run_compiled, self._function, args, kwargs)
-        if eval_frame.get_eval_frame_callback() is not None:
+        if _compiler() is not None:
             return _paused(self._run_compiled, self._function, args, kwargs)
         return self._run(self._function, args, kwargs)
 
@@ -148,8 +151,8 @@ class _Method:
         return getattr, (self._path.module, self._name)  # unpickled in a copy, whose class has the plain method
 
 
-_CALLS = {nn.Module._call_impl.__code__, *filter(inspect.iscode, nn.Module._call_impl.__code__.co_consts)}
-"""The code by which torch calls `forward` of a module, without and with hooks."""
+_TORCHS_FILE = nn.Module.__call__.__code__.co_filename
+"""Where torch calls `forward` of a module."""
 
 
 @final
@@ -201,9 +204,9 @@ def _forget_original(module: nn.Module) -> None:
 def _paused(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`run(function, args, kwargs)`, of which only `function` is compiled."""
     compiler = eval_frame.set_eval_frame(None)
+    require_compiler()
     called = function
     if function.__module__.startswith("torch."):  # torch compiles its own functions only when others call them
-        require_compiler()
         from torch._dynamo.external_utils import wrap_inline
 
         called = wrap_inline(function)
@@ -224,8 +227,9 @@ def _paused(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kw
 
 def leave_uncompiled(function: Callable[..., Any]) -> None:
     """Make torch's compiler skip a function, but compile the functions that it calls."""
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-    eval_frame.set_code_exec_strategy(function.__code__, skip)
+    with suppress(AttributeError):  # otherwise it is compiled up to `_paused`, which raises
+        skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 
 leave_uncompiled(_Method.__call__)

@@ -10,18 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fabric.strategies.module.deferred_init import leave_empty
+from fabric.strategies.precision.forward_precision import default_dtype
 from fabric.strategies.precision.precision import Precision
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set torch's default dtype within the context."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class SkipInitialization(TorchFunctionMode):

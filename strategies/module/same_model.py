@@ -57,15 +57,10 @@ def _refuse_lazy(module: nn.Module) -> None:
 
 def refuse_meta(module: nn.Module) -> None:
     """Raise ValueError if a tensor is on the meta device, for a strategy that fills none."""
-    names = _on_meta(module)
-    if names:
-        model = type(uncompiled(module)).__name__
-        raise ValueError(_ON_META.format(name=names[0], model=model, count=len(names)))
-
-
-def _on_meta(module: nn.Module) -> list[str]:
     inner = uncompiled(module)
-    return [name for name, tensor in (*inner.named_parameters(), *inner.named_buffers()) if tensor.is_meta]
+    names = [name for name, tensor in (*inner.named_parameters(), *inner.named_buffers()) if tensor.is_meta]
+    if names:
+        raise ValueError(_ON_META.format(name=names[0], model=type(inner).__name__, count=len(names)))
 
 
 def refuse_renormalized(runtime: Runtime, module: nn.Module) -> None:

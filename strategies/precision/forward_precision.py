@@ -71,7 +71,7 @@ def complex_dtype(precision: Precision) -> torch.dtype:
 class DefaultDtype:
     """Context: new floating-point tensors have one dtype. Reentrant, and may be entered by any thread.
 
-    torch's default dtype is global to the process, and so is this object: see `_default_dtype`. The first thread that
+    torch's default dtype is global to the process, and so is this object: see `default_dtype`. The first thread that
     enters sets it, and the last that leaves restores it; another thread that creates a tensor meanwhile without a dtype
     gets this one.
     """
@@ -98,10 +98,11 @@ class DefaultDtype:
 
 def dtype_of_new_tensors(precision: Precision) -> AbstractContextManager[None]:
     """The context for forward and backward; a null context for a precision that does not cast modules."""
-    return _default_dtype(precision.param_dtype) if casts(precision) else nullcontext()
+    return default_dtype(precision.param_dtype) if casts(precision) else nullcontext()
 
 
 @cache
-def _default_dtype(dtype: torch.dtype) -> DefaultDtype:
-    """The one instance of the process: ranks may be threads, and two instances would restore each other's default."""
+def default_dtype(dtype: torch.dtype) -> DefaultDtype:
+    """The context for this dtype, one instance in the process: ranks may be threads, and two instances would restore
+    each other's default."""
     return DefaultDtype(dtype)

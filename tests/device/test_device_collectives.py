@@ -16,7 +16,6 @@ from waits import counting
 from fabric import Fabric, WorkerError
 from fabric.strategies import Route
 from fabric.strategies.gradients.clipping import clip_norm
-from fabric.strategies.gradients.elementwise import is_independent
 
 
 def launch(function: Any, strategy: str = "ddp", **options: Any) -> Any:
@@ -173,25 +172,3 @@ def average_with_one_gradient_missing(fabric: Fabric) -> int:
 @pytest.mark.slow
 def test_only_a_rank_that_lacks_a_gradient_waits_to_average_and_the_others_count_as_zero() -> None:
     assert launch(average_with_one_gradient_missing) == 0
-
-
-class Drawing(SGD):
-    """Draws random numbers of the device in its step."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                torch.rand_like(parameter)
-        return super().step(closure)
-
-
-def try_an_optimizer(fabric: Fabric) -> None:
-    optimizer = Drawing([nn.Parameter(torch.ones(3, device=fabric.device))], lr=0.1)
-    before = torch.cuda.get_rng_state(fabric.device)
-    assert is_independent(optimizer, flat=True)
-    assert torch.equal(torch.cuda.get_rng_state(fabric.device), before)
-
-
-@pytest.mark.slow
-def test_trying_an_optimizer_leaves_the_devices_random_generator_as_it_was() -> None:
-    launch(try_an_optimizer)

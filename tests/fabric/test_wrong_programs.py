@@ -436,6 +436,8 @@ def penalised_once(fabric: Fabric | None = None) -> nn.Module:
 class Layerwise(SGD):
     """LARS: uses a norm of each parameter."""
 
+    updates_each = "parameter"
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
@@ -457,6 +459,8 @@ class WithGlobalNorm(SGD):
 
 class CallsClosure(SGD):
     """SAM and others compute gradients within the step."""
+
+    updates_each = "element"
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -793,7 +797,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "rows of weights changed in place": ("ddp", "manual"),
     "weights changed in forward": KEEPS_WHOLE_WEIGHTS,
     "closure called by the step": ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "ddp_fully_sharded"),
-    "model called within vmap": ("fsdp", "model_parallel", "manual", "ddp_sharded"),
+    "model called within vmap": ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded"),
     "forward called as a method": (*KEEPS_WHOLE_WEIGHTS, "ddp_fully_sharded"),
 }
 """Programs that are right under these strategies, and raise under others."""
@@ -813,7 +817,6 @@ FOLLOWED = (
 )
 """What trains on from the changed weights, where ranks have whole weights."""
 SENTENCES = {
-    ("ddp", "group of parameters added to the optimizer"): "that are in no module that was set up",
     (
         "ddp_fully_sharded",
         "group of parameters added to the optimizer",
@@ -835,7 +838,6 @@ SENTENCES = {
     ): "The model is wrapped in `DistributedDataParallel`, and `strategy='ddp_sharded'`",
     ("ddp_fully_sharded", "wrapped by hand"): "Pass the module to `fabric.setup` as it is, not wrapped",
     ("deepspeed_stage_2", "closure called by the step"): "`CallsClosure.step` calls its closure itself, and under",
-    ("ddp", "model called within vmap"): "`Sequential` was called within a transform of `torch.func` (vmap, jacrev",
     ("ddp_fully_sharded", "model called within vmap"): "the hooks that this strategy needs around forward and backward",
     ("ddp", "embedding with max_norm"): "`0` has `max_norm=1`, with which each forward rescales the rows",
     (
@@ -856,7 +858,10 @@ SENTENCES = {
     ("ddp_fully_sharded", "gradient penalty of the same forward"): "out of bounds for storage of size 0",
     ("deepspeed_stage_2", "layerwise optimizer"): "`Layerwise` in `setup` uses whole tensors, but ZeRO passes",
     ("ddp_fully_sharded", "layerwise optimizer"): "cannot run `Layerwise`: each rank has a part of the gradients",
-    ("ddp_sharded", "optimizer with the norm of all gradients"): "cannot run `WithGlobalNorm`: each rank has a part",
+    (
+        "ddp_sharded",
+        "optimizer with the norm of all gradients",
+    ): "`WithGlobalNorm` is not known to compute the update of each",
     ("ddp_fully_sharded", "gradients read"): "outside of forward each rank has a part of each tensor",
     ("deepspeed_stage_1", "gradients read"): "of a gradient that DeepSpeed keeps, in shards or not averaged yet",
     ("fsdp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
@@ -868,7 +873,6 @@ SENTENCES = {
     ("deepspeed_stage_2", "layer replaced after setup"): "`Sequential` ('2.weight', '2.bias') were added or unfrozen",
     ("fsdp", "optimizer from before setup, set up later"): "was made before `fabric.setup` of `FSDPSequential`",
     ("fsdp", "hooks from before setup"): "are sharded: '0.weight', '0.bias', '2.weight', '2.bias'",
-    ("model_parallel", "plain backward"): "gradients that are not averaged over the mesh",
     ("manual", "plain backward"): "is averaged over the ranks after `fabric.backward(loss)`",
     ("ddp_sharded", "optimizer from before setup, plain backward"): "that was not set up",
     ("deepspeed_stage_1", "clip_grad_norm_ of torch"): "call `fabric.clip_gradients(model, optimizer, max_norm=...)`",

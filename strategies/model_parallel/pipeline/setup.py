@@ -30,7 +30,7 @@ from fabric.strategies.model_parallel.pipeline.split import (
 )
 from fabric.strategies.model_parallel.pipeline.state import PipelineState, WholeModel
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
-from fabric.strategies.module.changes import Additions
+from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.copies import IN_STAGES, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
@@ -118,7 +118,7 @@ class PipelineGradientSync(GradientSync):
         # A schedule makes `fully_shard` reduce gradients also within `no_backward_sync`.
         self.averaging.sharded.clear()
         self.stages = Stages(options, runtime, stages, line, group)
-        self.additions = Additions(module, by_name=bool(fsdp_modules(module)))
+        self.additions = AddedParameters(module, by_name=bool(fsdp_modules(module)))
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.peers)  # not all ranks: other stages may have no empty tensors
@@ -139,7 +139,6 @@ class PipelineGradientSync(GradientSync):
 
     def release(self) -> None:
         self.stages.release()
-        self.averaging.release()
 
 
 def _refuse_mark(method: str) -> None:

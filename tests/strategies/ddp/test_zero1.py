@@ -145,6 +145,8 @@ def groups_schedules_and_closures(tools: Any) -> Any:
 class LooksTwice(Optimizer):
     """Calls its closure twice in a step, and steps with what has gathered."""
 
+    updates_each = "element"
+
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.05})
 

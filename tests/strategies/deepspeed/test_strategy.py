@@ -540,21 +540,15 @@ def test_closing_removes_every_trace_of_deepspeed_from_the_process_and_the_users
 
 
 class Own(SGD):
-    """An optimizer that cannot be tried on small tensors."""
+    """An optimizer that says what it computes an update from."""
 
-    def step(self, closure: Any = None) -> Any:
-        if self.param_groups[0]["params"][0].numel() < 30:
-            raise NotImplementedError
-        return super().step(closure)
+    updates_each = "element"
 
 
 class Layerwise(SGD):
     """Uses a norm of each tensor."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.sub_(parameter.grad / parameter.grad.norm())
+    updates_each = "parameter"
 
 
 def compiled(model: nn.Module) -> Any:
@@ -568,7 +562,6 @@ def refusals(world: World) -> dict[str, str]:
     with fabric_of(world, strategy_of(2)) as fabric:
         net = Net()
         fabric.setup(net, Own(net.parameters(), lr=0.1))
-    found["said"] = reported.stream.getvalue()
     with fabric_of(world, strategy_of(2)) as fabric:
         model, optimizer = parts(sgd)
         found["two"] = sentence_of(lambda: fabric.setup(model, optimizer, SGD(model.parameters())))
@@ -689,7 +682,6 @@ def test_gradients_computed_in_different_orders_raise_instead_of_being_added(
 @pytest.mark.slow
 def test_unsupported_uses_of_an_engine_raise_with_what_to_write() -> None:
     ranks = run_world(2, refusals)
-    assert ranks[0]["said"].startswith("ZeRO passes `Own` slices of one flat tensor.")
     assert "DeepSpeed skipped a step of `Net`: its gradients are not finite." in ranks[0]["skipped"]
     assert ranks[1]["skipped"] == ""
     for found in ranks:

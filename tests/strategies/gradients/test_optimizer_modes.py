@@ -23,6 +23,8 @@ ZERO = DDPStrategy(shard_optimizer=True)
 class ScheduleFree(Optimizer):
     """SGD of Defazio et al., 2024: gradients at `y`, evaluation at `x`, the mean of the steps `z`."""
 
+    updates_each = "element"
+
     def __init__(self, parameters: Any, lr: float = 0.1, beta: float = 0.5) -> None:
         super().__init__(parameters, {"lr": lr, "beta": beta, "trains": True, "number": 0})
 
