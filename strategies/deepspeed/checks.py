@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.deepspeed.config import refuse_by_name
 from fabric.strategies.gradients.elementwise import is_independent, refuse_dependent, refuse_without_hooks
 from fabric.strategies.gradients.optimizer_modes import has_modes
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.runtime import Runtime
 
+NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Lamb", "Muon", "OneBitLamb", "SparseAdam", "ZeroOneAdam")
+"""Optimizers that need whole tensors or their shapes, whereas ZeRO passes slices of one flat tensor."""
 
-def refuse_setup(
-    runtime: Runtime,
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    *,
-    stage: int,
-    move: bool,
-    config: Mapping[str, Any],
-) -> None:
+
+def refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, stage: int) -> None:
     """Raise ValueError if an engine would not do what was requested."""
     name = type(module).__name__
-    if not move and runtime.device.type != "cpu":
-        raise ValueError(
-            f"`setup(..., move_to_device=False)` under `strategy='deepspeed'`: DeepSpeed moves `{name}` to "
-            f"{runtime.device} itself. Leave `move_to_device` out."
-        )
     if stage == 3 and uncompiled(module) is not module:
         raise ValueError(COMPILED)
     dtypes = {parameter.dtype: each for each, parameter in module.named_parameters() if parameter.requires_grad}
@@ -45,11 +33,6 @@ def refuse_setup(
     if len(optimizers) > 1:
         raise ValueError(f"`setup` was given {len(optimizers)} optimizers for `{name}`, and {ONE_OPTIMIZER}")
     for optimizer in optimizers:
-        if "optimizer" in config:
-            raise ValueError(
-                f"`setup` was given a `{type(optimizer).__name__}`, but DeepSpeed's configuration names "
-                f"{config['optimizer'].get('type')!r}. Leave one out."
-            )
         own = {id(parameter) for parameter in module.parameters()}
         foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
         if foreign:
@@ -58,8 +41,10 @@ def refuse_setup(
                 f"{tuple(foreign[0].shape)}) that `{name}` does not have. Make it from `model.parameters()` of the "
                 "model that is passed to `setup`, after anything that replaces them."
             )
-        for kind in type(optimizer).__mro__:
-            refuse_by_name(kind.__name__, "`setup`")
+        if isinstance(optimizer, Adagrad):
+            raise ValueError(_REPLACED)
+        if any(kind.__name__ in NOT_ELEMENTWISE for kind in type(optimizer).__mro__):
+            raise ValueError(_DEPENDENT.format(optimizer=type(optimizer).__name__))
         if has_modes(optimizer):
             raise ValueError(_MODES.format(optimizer=type(optimizer).__name__))
         if type(optimizer).__module__.split(".")[0] == "deepspeed":
@@ -87,9 +72,13 @@ _MODES = (
     "slices that it copies to the model in `step` alone: an evaluation would use the weights of the last step. Pass "
     "`strategy='ddp'`, `DDPStrategy(shard_optimizer=True)` or `strategy='fsdp'`."
 )
+_REPLACED = (
+    "`Adagrad` in `setup`: DeepSpeed replaces it by another object, which `optimizer.step()` and learning-rate "
+    "schedulers would not reach. Use Adam, AdamW, RMSprop or SGD."
+)
 _DEPENDENT = (
     "`{optimizer}` in `setup` uses whole tensors, but ZeRO passes an optimizer slices of one flat tensor, so the "
-    "results would differ: on small tensors they did. Use one that updates each element independently (SGD, Adam, "
+    "results would differ. Use one that updates each element independently (SGD, Adam, "
     "AdamW, RMSprop), or `strategy='ddp'` or 'fsdp'."
 )
 _FLAT = (

@@ -26,7 +26,6 @@ KEYS = (
     "fp16",
     "log_level",
     "memory_breakdown",
-    "optimizer",
     "steps_per_print",
     "tensorboard",
     "timers",
@@ -69,6 +68,7 @@ FABRIC_KEYS: Mapping[str, str] = {
     "gradient_accumulation_steps": "Accumulate with `fabric.no_backward_sync`",
     "gradient_clipping": "Call `fabric.clip_gradients(model, optimizer, max_norm=...)` before `optimizer.step()`",
     "managed_gradient_accumulation": "Accumulate with `fabric.no_backward_sync`",
+    "optimizer": "Pass an optimizer to `fabric.setup(model, optimizer)`",
     "scheduler": "Make a scheduler from the optimizer that `setup` returns, and step it in the loop",
     "torch_autocast": "Pass `Fabric(precision='bf16-mixed')`",
     "train_batch_size": "The batch size of the loader sets it",
@@ -76,9 +76,6 @@ FABRIC_KEYS: Mapping[str, str] = {
     "zero_force_ds_cpu_optimizer": "The optimizer passed to `setup` is used, offloaded or not",
 }
 """Keys that the fabric sets itself, each with what to use instead."""
-
-NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Lamb", "Muon", "OneBitLamb", "SparseAdam", "ZeroOneAdam")
-"""Optimizers that need whole tensors, or their shapes: ZeRO passes slices of one flat tensor instead."""
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-true")
 
@@ -108,9 +105,6 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
                 f"`{name}` in {where} has `device={section['device']!r}`, but parameters, gradients and optimizer "
                 "states can only be offloaded to main memory. Write 'cpu', or leave it out."
             )
-    optimizer = _section(config, "optimizer", where)
-    _check_keys(optimizer, ("type", "params"), f"`optimizer` in {where}")
-    refuse_by_name(str(optimizer.get("type", "")), where)
     _check_keys(_section(config, "fp16", where), _FP16_KEYS, f"`fp16` in {where}")
     return json.loads(json.dumps(config))  # type: ignore[no-any-return]  # a copy, of JSON's types
 
@@ -155,11 +149,10 @@ def engine_config(
         "gradient_accumulation_steps": 1,
         "zero_allow_untested_optimizer": True,
         **{key: value for key, value in config.items() if key != "fp16"},
-        **_optimizer(config.get("optimizer")),
         "gradient_clipping": 0.0,  # its default is 1.0
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),  # see `released`
+            **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),  # one rule for all: shards
             **config.get("zero_optimization", {}),
             **offload,
             "stage": stage,
@@ -170,21 +163,6 @@ def engine_config(
     }
 
 
-def refuse_by_name(name: str, where: str) -> None:
-    """Raise ValueError if an optimizer of this name cannot work on slices of a flat tensor."""
-    if name == "Adagrad":
-        raise ValueError(
-            f"`{name}` in {where}: DeepSpeed replaces it by another object, which `optimizer.step()` and learning-rate "
-            "schedulers would not reach. Use Adam, AdamW, RMSprop or SGD."
-        )
-    if name in NOT_ELEMENTWISE:
-        raise ValueError(
-            f"`{name}` in {where} uses whole tensors, but ZeRO passes an optimizer slices of one flat tensor, so the "
-            "results would differ. Use one that updates each element independently (SGD, Adam, AdamW, RMSprop), or "
-            "`strategy='ddp'`."
-        )
-
-
 _FP16_KEYS = (
     "consecutive_hysteresis",
     "hysteresis",
@@ -193,13 +171,6 @@ _FP16_KEYS = (
     "loss_scale_window",
     "min_loss_scale",
 )
-
-
-def _optimizer(section: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Use torch's Adam unless `torch_adam` is set: DeepSpeed's own would first be compiled, for minutes."""
-    if not section or section.get("type") not in ("Adam", "AdamW"):
-        return {}
-    return {"optimizer": {**section, "params": {"torch_adam": True, **section.get("params", {})}}}
 
 
 def _from_file(path: Path) -> Any:

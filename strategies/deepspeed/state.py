@@ -6,7 +6,7 @@ Weights are those of the optimizer, in float32 whatever dtype the model computes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast, final
@@ -27,23 +27,11 @@ from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard,
 class ZeroState(StateAccess):
     """The state of one engine's module and optimizer. `zero`: DeepSpeed's optimizer; None if nothing is trained.
 
-    `groups`: the parameters of the user's optimizer, by group, before DeepSpeed replaced them.
-    `written`: called after weights were loaded.
+    `groups`: the parameters of the user's optimizer, by group.
     """
 
-    def __init__(
-        self,
-        world: World,
-        stage: int,
-        zero: Any,
-        groups: Sequence[Sequence[Tensor]],
-        written: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.world = world
-        self.stage = stage
-        self.zero = zero
-        self.groups = groups
-        self.written = written
+    def __init__(self, world: World, stage: int, zero: Any, groups: Sequence[Sequence[Tensor]]) -> None:
+        self.world, self.stage, self.zero, self.groups = world, stage, zero, groups
         trained = () if zero is None else zero.fp16_groups if stage == 3 else zero.bit16_groups
         self.trained = {id(parameter) for group in trained for parameter in group}
 
@@ -82,7 +70,6 @@ class ZeroState(StateAccess):
                     module.get_submodule(name.rpartition(".")[0]).set_extra_state(in_memory(content[name]))
             elif isinstance(own[name], Tensor):
                 self._write_tensor(name, own[name], in_memory(content[name], mapped=True))
-        self.written()
 
     def _whole(self, tensor: Tensor) -> Tensor:
         from deepspeed.runtime.zero import GatheredParameters
@@ -155,8 +142,8 @@ class ZeroState(StateAccess):
         number_of = dict(zip(map(id, self._all()), (n for group in saved for n in group["params"]), strict=True))
         for flat, parameters in self._flats():
             entries = {id(p): content["state"].get(number_of[id(p)], {}) for p in parameters}
-            existing = optimizer.state.pop(flat, {})
-            optimizer.state[flat] = _flat_entries(flat, parameters, list(entries.values()), existing)
+            existing = self.zero.optimizer.state.pop(flat, {})
+            self.zero.optimizer.state[flat] = _flat_entries(flat, parameters, list(entries.values()), existing)
         self._link()
         for parameter in self._all():
             if id(parameter) in self.trained:
@@ -252,33 +239,13 @@ class ZeroState(StateAccess):
 
 def _module_state(module: nn.Module, entry: Callable[[Tensor], Any]) -> dict[str, Any]:
     """The state of a module with `entry` of each tensor, called once for a tied one, which is one in the file as
-    well. Raises: RuntimeError: hooks computed entries from what was released."""
+    well."""
     read = cache(entry)
     state = module.state_dict(keep_vars=True)
-    _refuse_computed(module, state)
     for name, value in state.items():
         if isinstance(value, Tensor):
             state[name] = read(value)
     return state
-
-
-def _refuse_computed(module: nn.Module, state: Mapping[str, Any]) -> None:
-    released = {each.untyped_storage().data_ptr() for each in module.parameters() if is_sharded(each)}
-    if not released:
-        return
-    own = {id(each) for each in (*module.parameters(), *module.buffers())}
-    for name, value in state.items():
-        if not isinstance(value, Tensor) or id(value) in own or is_extra_state(name):
-            continue
-        if value.untyped_storage().data_ptr() in released or (value.is_floating_point() and value.isnan().any()):
-            raise RuntimeError(_COMPUTED.format(name=name, model=type(module).__name__))
-
-
-_COMPUTED = (
-    "{name!r} in the state of `{model}` was computed from a parameter, by a hook or by `_save_to_state_dict`, but at "
-    "ZeRO stage 3 parameters are in shards then. Leave the parameter as it is there, and convert it when it is loaded; "
-    "or use `strategy='deepspeed_stage_2'`."
-)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -369,3 +336,27 @@ def _check_names(model: str, own: Iterable[str], content: Iterable[str]) -> None
             f"The checkpoint does not match `{model}`: missing are {missing or 'none'}, unexpected are "
             f"{unexpected or 'none'}. Pass `strict=False` to load the others."
         )
+
+
+@final
+class LossScale:
+    """DeepSpeed's loss scale in the checkpoint format of all strategies.
+
+    `scaler`: a `DynamicLossScaler` of DeepSpeed, which grows by the steps since its last overflow.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, and the steps since its last overflow."""
+        scaler = self._scaler
+        good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+        return {"scale": float(scaler.cur_scale), "good_steps": good_steps, "hysteresis": scaler.cur_hysteresis}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict` that any strategy saved."""
+        scaler = self._scaler
+        scaler.cur_scale = state_dict["scale"]
+        scaler.last_overflow_iter, scaler.cur_iter = -1, state_dict["good_steps"]
+        scaler.cur_hysteresis = state_dict.get("hysteresis", scaler.cur_hysteresis)

@@ -9,7 +9,7 @@ all ranks must run the same submodules in the same order, as under `fsdp`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -27,15 +27,13 @@ from fabric.strategies.deepspeed.config import (
     engine_config,
     read_config,
 )
-from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, remember
-from fabric.strategies.deepspeed.gradient_sync import DeepSpeedGradientSync, UntrainedGradientSync
+from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, copy_of, gathered_parts
 from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
-from fabric.strategies.deepspeed.loss_scale import LossScale
-from fabric.strategies.deepspeed.state import ZeroState, is_sharded
+from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
+from fabric.strategies.gradients.sync import LocalGradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
-from fabric.strategies.module.copies import own_hooks, refuse_copies, refuse_pickles
+from fabric.strategies.module.copies import own_hooks, refuse_copies
 from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
@@ -44,6 +42,7 @@ from fabric.strategies.module.same_model import refuse_different_models
 from fabric.strategies.prepared import Prepared, TrainedWeights
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.target import Target, releases
 
 
@@ -131,53 +130,42 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if self._stage != 3:
             return new_tensors(runtime.device, runtime.precision, empty=empty)
         with with_environment(runtime.world, runtime.device.type) as deepspeed:
+
+            class ShardSameParameters(deepspeed.zero.Init):  # type: ignore[misc, name-defined]
+                def _post_init_method(self, module: nn.Module) -> None:
+                    if module._parameters:  # DeepSpeed broadcasts these by their order
+                        refuse_different_models(runtime, module, "construction of", recurse=False)
+                    super()._post_init_method(module)
+
             # Without `dtype`: on a device without float16, release 0.19 uses bfloat16 for any dtype that is passed.
-            context = deepspeed.zero.Init(config_dict_or_path=self._engine_config(runtime), mem_efficient_linear=False)
-        shard = context._post_init_method
-
-        def compare_and_shard(module: nn.Module) -> None:
-            if module._parameters:  # DeepSpeed broadcasts these by their order
-                refuse_different_models(runtime, module, "construction of", recurse=False)
-            shard(module)
-
-        context._post_init_method = compare_and_shard
-        return context  # type: ignore[no-any-return]
+            return ShardSameParameters(config_dict_or_path=self._engine_config(runtime), mem_efficient_linear=False)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
-        refuse_setup(runtime, module, optimizers, stage=self._stage, move=move, config=self._config)
+        refuse_setup(runtime, module, optimizers, stage=self._stage)
         with ExitStack() as stack:
             stack.enter_context(local_rank(runtime.world))
-            if optimizers or "optimizer" in self._config:
-                return self._trained(runtime, module, optimizers, move, stack)
+            if optimizers:
+                return self._trained(runtime, module, optimizers[0], move, stack)
             return self._untrained(runtime, module, move, stack)
 
     def _trained(
-        self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool, stack: ExitStack
+        self, runtime: Runtime, module: nn.Module, optimizer: Optimizer, move: bool, stack: ExitStack
     ) -> Prepared:
         """A model with its optimizer, in an engine."""
-        before = optimizers[0].state_dict() if optimizers and optimizers[0].state else None
-        groups = [list(group["params"]) for group in optimizers[0].param_groups] if optimizers else None
-        forget = remember((*module.modules(), *module.parameters()))
-        engine = self._initialize(runtime, module, optimizers[0] if optimizers else None, move)
-        optimizer: Optimizer = engine.basic_optimizer
-        pieces = Engine(
-            runtime,
-            module,
-            engine,
-            self._stage,
-            broadcast_buffers=self.broadcast_buffers,
-        )
-        state = ZeroState(
-            runtime.world, self._stage, engine.optimizer, groups or [pieces.trained], pieces.remember_weights
-        )
-        if self._stage != 3:  # at stage 3 the weights stay sharded and need DeepSpeed's attributes
-            stack.callback(_restore, optimizer, state.groups, forget)
-        sync = DeepSpeedGradientSync(pieces)
-        stack.callback(sync.release)
-        stack.callback(pieces.drive(optimizer, state.groups))
-        path = ForwardPath(module, refuse_empty(module, with_precision(runtime, sync.forward)))
-        stack.callback(path.release)
+        before = optimizer.state_dict() if optimizer.state else None
         optimizer.state.clear()  # states of the parameters before they were sharded
+        forget = _remember((*module.modules(), *module.parameters()))
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        engine = self._initialize(runtime, module, copy_of(optimizer), move)
+        sync = Engine(runtime, module, engine, self._stage, broadcast_buffers=self.broadcast_buffers)
+        state = ZeroState(runtime.world, self._stage, engine.optimizer, groups)
+        if self._stage != 3:  # at stage 3 the weights stay sharded and need DeepSpeed's attributes
+            stack.callback(forget)
+        stack.callback(sync.release)
+        stack.callback(sync.drive(optimizer))
+        around = with_precision(runtime, sync.order.around(sync.forward))
+        path = ForwardPath(module, refuse_empty(module, around), self._refuse_mark)
+        stack.callback(path.release)
         if before is not None:
             state.write_optimizer(optimizer, before)
         scales = engine.optimizer.needs_scaler()
@@ -186,13 +174,17 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             scale_loss=engine.scale if scales else None,
             joins_backward=not scales,
             loss_scale=LossScale(engine.optimizer.loss_scaler) if engine.optimizer.loss_scaler.dynamic else None,
-            clip_norm=pieces.clip_norm,
-            clip_value=pieces.clip_value,
-            is_finite=pieces.is_finite,
+            clip_norm=sync.clip_norm,
+            clip_value=sync.clip_value,
+            is_finite=sync.is_finite,
             release=stack.pop_all().close,
             state=state,
-            trained=TrainedWeights(shards=pieces.trained_shards, written=pieces.gather_trained),
+            trained=TrainedWeights(shards=sync.trained_shards, written=sync.gather_trained),
         )
+
+    def _refuse_mark(self, method: str) -> None:
+        if self._stage == 3:
+            raise RuntimeError(f"`mark_forward_method({method!r})`: {NOT_GATHERED}")
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         raise RuntimeError(LATER)
@@ -237,8 +229,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             )
         if self._stage == 3:
             refuse_copies(module, _IN_SHARDS)
-        else:
-            refuse_pickles(module, _UNPICKLABLE)  # `_restore` undoes it
         return engine
 
     def _untrained(self, runtime: Runtime, module: nn.Module, move: bool, stack: ExitStack) -> Prepared:
@@ -248,18 +238,18 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError(_NO_OPTIMIZER.format(name=name))
 
-        sync: GradientSync = LocalGradientSync(module)
+        around = None
         if self._stage == 3:
             stack.callback(close, self._initialize(runtime, module, None, move))
-            sync = UntrainedGradientSync(runtime, module)
+            order = ExecutionOrder(runtime, module, gathered_parts(module))
+            stack.callback(order.release)
+            around = order.around(lambda function, args, kwargs: function(*args, **kwargs))
         else:
             place(runtime, module, (), move=move)
-        stack.callback(sync.release)
-        around = with_precision(runtime, sync.forward if self._stage == 3 else None)
-        path = ForwardPath(module, refuse_empty(module, around))
+        path = ForwardPath(module, refuse_empty(module, with_precision(runtime, around)), self._refuse_mark)
         stack.callback(path.release)
         return replace(
-            prepared(runtime, module, (), sync, path),
+            prepared(runtime, module, (), LocalGradientSync(module), path),
             scale_loss=refuse,
             clip_norm=refuse,
             clip_value=refuse,
@@ -292,22 +282,22 @@ def _scalars_broadcast(runtime: Runtime, module: nn.Module, stage: int) -> Itera
                     parameter.data = parameter.data.view(())
 
 
-def _restore(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], forget: Callable[[], None]) -> None:
-    """Restore parameters and optimizer. Optimizer states are dropped, because no rank has them whole."""
-    forget()
-    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = list(parameters)
-    optimizer.state.clear()
+def _remember(objects: Iterable[Any]) -> Callable[[], None]:
+    """Return a function that removes all attributes added to the objects after this call."""
+    before = [(each, set(vars(each))) for each in objects]
+
+    def forget() -> None:
+        for each, names in before:
+            for name in set(vars(each)) - names:
+                del each.__dict__[name]
+
+    return forget
 
 
 _IN_SHARDS = (
     "Stage 3 shards the parameters of a prepared module, so it cannot be copied or pickled on one rank. Copy the "
     "module before it is set up; `fabric.save` and `fabric.load` transfer weights from one to the other. For a target "
     "network or an average of weights that is updated in every step, pass `strategy='deepspeed_stage_2'` or 'fsdp'."
-)
-_UNPICKLABLE = (
-    "The parameters of a prepared module refer to DeepSpeed's process groups, so it cannot be pickled. Pickle a copy, "
-    "`copy.deepcopy(model)`, or write `fabric.save(path, {'model': model})`."
 )
 _NO_OPTIMIZER = (
     "`{name}` was set up without an optimizer, for evaluation: under `strategy='deepspeed'` no engine would reduce its "
