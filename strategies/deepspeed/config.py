@@ -17,21 +17,11 @@ from typing import Any
 from fabric.strategies.precision.precision import Precision
 
 KEYS = (
-    "aio",
-    "comms_logger",
     "communication_data_type",
-    "csv_monitor",
-    "dump_state",
-    "flops_profiler",
     "fp16",
-    "log_level",
-    "memory_breakdown",
     "steps_per_print",
-    "tensorboard",
-    "timers",
     "train_micro_batch_size_per_gpu",
     "wall_clock_breakdown",
-    "wandb",
     "zero_optimization",
 )
 """Top-level keys that are passed to DeepSpeed."""
@@ -40,8 +30,6 @@ ZERO_KEYS = (
     "allgather_bucket_size",
     "allgather_partitions",
     "contiguous_gradients",
-    "ignore_unused_parameters",
-    "log_trace_cache_warnings",
     "offload_optimizer",
     "offload_param",
     "overlap_comm",
@@ -49,11 +37,8 @@ ZERO_KEYS = (
     "reduce_scatter",
     "round_robin_gradients",
     "stage",
-    "stage3_allgather_sequential",
     "stage3_max_live_parameters",
     "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold",
-    "stage3_module_granularity_threshold",
     "stage3_param_persistence_threshold",
     "stage3_prefetch_bucket_size",
     "sub_group_size",
@@ -89,7 +74,10 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
         return {}
     if isinstance(config, (str, os.PathLike)):
         where = f"the file {os.fspath(config)!r}"
-        config = _from_file(Path(config))
+        try:
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"`DeepSpeedStrategy(config=...)`: {where} is not a file of JSON: {error}.") from error
     else:
         where = "`DeepSpeedStrategy(config=...)`"
     if not isinstance(config, Mapping):
@@ -128,16 +116,12 @@ def choose_stage(stage: int | None, config: Mapping[str, Any]) -> int:
 
 def choose_offload(name: str, wanted: bool, option: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The section `name` of `zero_optimization`, from either the option or the dictionary; both raise."""
-    configured = config.get("zero_optimization", {}).get(name)
-    if wanted and configured is not None:
+    section = config.get("zero_optimization", {}).get(name)
+    if wanted and section is not None:
         raise ValueError(f"`{option}=True` and `{name}` in the configuration set the same option. Leave one out.")
-    return (
-        {name: configured}
-        if configured is not None
-        else {name: {"device": "cpu", "pin_memory": False}}
-        if wanted
-        else {}
-    )
+    if wanted:
+        section = {"device": "cpu", "pin_memory": False}
+    return {} if section is None else {name: section}
 
 
 def engine_config(
@@ -171,15 +155,6 @@ _FP16_KEYS = (
     "loss_scale_window",
     "min_loss_scale",
 )
-
-
-def _from_file(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"`DeepSpeedStrategy(config={str(path)!r})`: {error.strerror}. Pass a JSON file.") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`DeepSpeedStrategy(config={str(path)!r})`: the file is not JSON: {error}.") from error
 
 
 def _section(config: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, final
 
@@ -29,6 +30,7 @@ from fabric.strategies.gradients.scaling import Factor, multiply
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.outputs import outputs_in
 from fabric.strategies.precision.loss_scaler import all_finite
 from fabric.strategies.runtime import Runtime
@@ -57,8 +59,10 @@ class Engine(GradientSync):
             groups, self._offloads = self.zero.fp16_groups, bool(self.zero.offload_optimizer)
             sizes = [sum(each.partition_numel() for each in group) for group in groups]
             self._by_group = self.zero.grad_partitions_flat_buffer.split(sizes)
+            self._flats: list[Tensor] = self.zero.fp32_partitioned_groups_flat
         else:
             groups, self._offloads = self.zero.bit16_groups, bool(self.zero.cpu_offload)
+            self._flats = self.zero.single_partition_of_fp32_groups
         self.trained: list[Tensor] = [parameter for group in groups for parameter in group]
         self._addresses = list(map(Tensor.data_ptr, self.trained))
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
@@ -77,19 +81,26 @@ class Engine(GradientSync):
             each.register_post_accumulate_grad_hook(self._arrived.append)  # type: ignore[no-untyped-call]
             for each in self.trained
         ]
+        if stage == 3:  # DeepSpeed's own hooks would meet a parameter that they do not know
+            self._hooks.append(module.register_forward_pre_hook(Hook(self._refuse_added), prepend=True))
         self.discard()
 
     # Forward and backward
+
+    def _refuse_added(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._added_parameters.refuse(NEVER_TRAINED)
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of the module, so that the engine handles the backward of its outputs."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        self._added_parameters.refuse(NEVER_TRAINED)
+        if self.stage != 3:
+            self._added_parameters.refuse(NEVER_TRAINED)
         output = function(*args, **kwargs)
         if self._buffered:
             broadcast_from_rank_zero(self.runtime.collective, buffers_of(self._buffered))
-        start = self._starts_backward()
+        start = partial(self._start, [])
         for tensor in outputs_in(output):
             tensor.register_hook(start)  # type: ignore[no-untyped-call]
         return output
@@ -115,24 +126,21 @@ class Engine(GradientSync):
         self._arrived.clear()
         self._set_placeholders()
 
-    def _starts_backward(self) -> Callable[[Tensor], None]:
-        """A hook for the outputs of one forward; it starts the engine's backward when the first of them is reached."""
-        was_run = False
-
-        def start(_: Tensor) -> None:
-            nonlocal was_run
-            if self._is_started:
-                return
-            if was_run and self.stage == 3:
-                raise RuntimeError(_RUN_TWICE.format(name=type(self.module).__name__))
-            if self._is_reduced:
-                raise RuntimeError(_CLIPPED.format(name=type(self.module).__name__))
-            self._is_started = was_run = True
-            if self.stage == 2 and self._in_backward and self.runtime.world.size > 1:
+    def _start(self, backwards: list[int], _: Tensor) -> None:
+        """Start the engine's backward, when the first output of a forward is reached. `backwards`: of this forward."""
+        if self._is_started:
+            return
+        if backwards and self.stage == 3:
+            raise RuntimeError(_RUN_TWICE.format(name=type(self.module).__name__))
+        if self._is_reduced:
+            raise RuntimeError(_CLIPPED.format(name=type(self.module).__name__))
+        self._is_started = True
+        backwards.append(1)
+        if self.stage == 2:
+            self.zero.setup_buckets()  # DeepSpeed reduces one after any backward, also if no parameter got a gradient
+            if self._in_backward and self.runtime.world.size > 1:
                 after_backward(self._compare_order)  # before DeepSpeed, which reduces its last bucket then
-            self.engine._backward_prologue()
-
-        return start
+        self.engine._backward_prologue()
 
     def _compare_order(self) -> None:
         """Raise RuntimeError if ranks computed gradients of different parameters, or in another order.
@@ -140,7 +148,7 @@ class Engine(GradientSync):
         At stage 2 a bucket is filled in the order of backward, and reduced by position: gradients of different
         parameters would be added if the sizes are equal.
         """
-        arrived = [self._names[parameter] for parameter in self._arrived]
+        arrived = list(map(self._names.__getitem__, self._arrived))
         start_comparing(self.runtime, arrived, _PAIRED.format(name=type(self.module).__name__))()
 
     def parameters_held(self) -> Iterable[Tensor]:
@@ -198,32 +206,32 @@ class Engine(GradientSync):
         self._take_placeholders()
         try:
             self._reduce()
-            averaged = () if self.stage == 3 or self._offloads else self.zero.averaged_gradients.values()
-            yield [*self._kept(), *(shard for group in averaged for shard in group)] if self._has_gradients else []
+            if not self._has_gradients:
+                yield []
+            elif self._offloads:
+                yield [flat.grad for flat in self._flats if flat.grad is not None]
+            elif self.stage == 3:
+                yield [self.zero.grad_partitions_flat_buffer]
+            else:
+                yield [shard for group in self.zero.averaged_gradients.values() for shard in group]
         finally:
             self._set_placeholders()
-
-    def _kept(self) -> list[Tensor]:
-        """The buffers of reduced gradients that DeepSpeed keeps between windows; none where it makes them anew."""
-        if self._offloads:
-            return [flat.grad for flat in self._flats() if flat.grad is not None]
-        return [self.zero.grad_partitions_flat_buffer] if self.stage == 3 else []
 
     def discard(self) -> None:
         """Discard all gradients and start an accumulation window."""
         self.zero.zero_grad(set_to_none=True)
         self.engine.set_gradient_accumulation_boundary(False)
-        accumulated: Iterable[Tensor] = ()
+        kept: list[Tensor] = [flat.grad for flat in self._flats if flat.grad is not None] if self._offloads else []
         if self.stage == 3:
-            accumulated = (self.zero.grad_partitions_flat_buffer,)
+            kept.append(self.zero.grad_partitions_flat_buffer)
         else:
             self.zero.micro_step_id = -1
             self.zero.averaged_gradients = dict.fromkeys(self.zero.averaged_gradients)
             self.zero.all_grad_tensors = {}
             if self._offloads:
                 self.zero.reset_cpu_buffers()
-                accumulated = self.zero.accumulated_grads_in_cpu.values()
-        for buffer in (*self._kept(), *accumulated):
+                kept += self.zero.accumulated_grads_in_cpu.values()
+        for buffer in kept:
             buffer.zero_()
         self._has_gradients = self._is_reduced = False
         self._unreduced = {}
@@ -289,24 +297,48 @@ class Engine(GradientSync):
 
     # Weights and steps
 
-    def step(self) -> None:
-        """Step all shards, and all-gather the new weights. Does nothing without gradients, as in PyTorch."""
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """`optimizer.step(closure)`: step all shards, and all-gather the new weights. Does nothing without gradients,
+        as in PyTorch."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check it, to warn about a wrong order of steps
+        optimizer.step_was_skipped = False  # type: ignore[attr-defined]
         self._take_placeholders()
         try:
             if not self._has_gradients:
                 self._refuse_other_gradients()
-                return
+                return loss
             self._take_changed_weights()
             self._reduce()
-            self.engine.step()
+            self._step_shards(optimizer)
             self.discard()
+        except TypeError as error:
+            if closure is None:
+                raise
+            raise RuntimeError(_CALLS_CLOSURE.format(optimizer=type(optimizer).__name__)) from error
         finally:
             self._set_placeholders()
         if self.zero.overflow:
+            optimizer.step_was_skipped = True  # type: ignore[attr-defined]
             self.runtime.report(
                 f"DeepSpeed skipped a step of `{type(self.module).__name__}`: its gradients are not finite. Weights, "
                 "momentum and step counts are unchanged."
             )
+        return loss
+
+    def _step_shards(self, optimizer: Optimizer) -> None:
+        """Step DeepSpeed's optimizer with the hyperparameters of the program's, and return what it changes in them."""
+        stepped = self.zero.optimizer.param_groups
+        if len(stepped) != len(optimizer.param_groups):
+            raise RuntimeError(_LATE_GROUP.format(optimizer=type(optimizer).__name__))
+        for shards, group in zip(stepped, optimizer.param_groups, strict=True):
+            shards.update(group, params=shards["params"])
+        self.engine.step()
+        for shards, group in zip(stepped, optimizer.param_groups, strict=True):
+            group.update(shards, params=group["params"])
 
     def _refuse_other_gradients(self) -> None:
         """Raise RuntimeError for gradients that `fabric.backward` has not computed: the step would do nothing."""
@@ -327,18 +359,14 @@ class Engine(GradientSync):
         if addresses != self._addresses:
             moved = next(n for n, address in enumerate(addresses) if address != self._addresses[n])
             raise RuntimeError(_MOVED.format(name=self._names[self.trained[moved]]))
-        for parts, trained in zip(self.zero.parallel_partitioned_bit16_groups, self._flats(), strict=True):
-            trained.data.copy_(as_changed(trained.data, parts[self.runtime.world.rank]))
-
-    def _flats(self) -> list[Tensor]:
-        """This rank's shards of the weights, one for each group, that the optimizer steps."""
-        zero = self.zero
-        return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups  # type: ignore[no-any-return]
+        for parts, trained in zip(self.zero.parallel_partitioned_bit16_groups, self._flats, strict=True):
+            weight = parts[self.runtime.world.rank]
+            trained.data.copy_(weight if weight.dtype == trained.dtype else as_changed(trained.data, weight))
 
     def trained_shards(self) -> list[Tensor]:
         """See `TrainedWeights`."""
         self._take_changed_weights()
-        return [flat.detach() for flat in self._flats()]
+        return [flat.detach() for flat in self._flats]
 
     def gather_trained(self) -> None:
         """Make the model's weights from the shards that DeepSpeed trains, as after a step. Ranks: all."""
@@ -357,24 +385,7 @@ class Engine(GradientSync):
         program's optimizer keep its parameters, and hooks and schedulers run once a step.
         """
 
-        def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self_._opt_called = True  # type: ignore[attr-defined]  # schedulers check it, to warn about a wrong order of steps
-            stepped = self.zero.optimizer.param_groups
-            if len(stepped) != len(self_.param_groups):
-                raise RuntimeError(_LATE_GROUP.format(optimizer=type(self_).__name__))
-            for shards, group in zip(stepped, self_.param_groups, strict=True):
-                shards.update(group, params=shards["params"])
-            self.step()
-            for shards, group in zip(stepped, self_.param_groups, strict=True):
-                group.update(shards, params=group["params"])
-            self_.step_was_skipped = bool(self.zero.overflow)  # type: ignore[attr-defined]
-            return loss
-
-        whole = Optimizer.profile_hook_step(step)
+        whole = Optimizer.profile_hook_step(self.step)
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             whole._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         restore = replace_attributes(optimizer, step=MethodType(whole, optimizer))
@@ -482,6 +493,11 @@ UNUSED = (
     "unchanged. Freeze those that are never used, by `requires_grad_(False)` before `setup`; for those that only some "
     "steps use, keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`). Or pass `strategy='fsdp'` if all "
     "ranks use the same parameters in a step, and `strategy='ddp_find_unused_parameters_true'` if they do not."
+)
+_CALLS_CLOSURE = (
+    "`{optimizer}.step` calls its closure itself, and under `strategy='deepspeed'` it runs within DeepSpeed's step, on "
+    "shards, after the closure has run once. Use an optimizer that needs the gradients of one backward (SGD, AdamW), "
+    "or pass `strategy='ddp'` or 'fsdp'."
 )
 _LATE_GROUP = (
     "A parameter group was added to `{optimizer}` after `fabric.setup`: DeepSpeed steps the shards that it made then, "

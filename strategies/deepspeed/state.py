@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from typing import Any, cast, final
 
@@ -142,8 +143,8 @@ class ZeroState(StateAccess):
         number_of = dict(zip(map(id, self._all()), (n for group in saved for n in group["params"]), strict=True))
         for flat, parameters in self._flats():
             entries = {id(p): content["state"].get(number_of[id(p)], {}) for p in parameters}
-            existing = self.zero.optimizer.state.pop(flat, {})
-            self.zero.optimizer.state[flat] = _flat_entries(flat, parameters, list(entries.values()), existing)
+            self.zero.optimizer.state.pop(flat, None)  # before its memory is allocated anew
+            self.zero.optimizer.state[flat] = _flat_entries(flat, parameters, list(entries.values()))
         self._link()
         for parameter in self._all():
             if id(parameter) in self.trained:
@@ -296,37 +297,23 @@ def _shaped(whole: Tensor, parameter: Tensor) -> Tensor:
     return whole.view(_shape_of(parameter))
 
 
-def _flat_entries(
-    flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[dict[str, Any]], existing: dict[str, Any]
-) -> dict[str, Any]:
-    """The entries of a flat partition, made from those of its parameters; its tensors are zero, `existing` ones where
-    they fit."""
+def _flat_entries(flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The entries of a flat partition, made from those of its parameters; its tensors are zero."""
     first: dict[str, Any] = {}
     for parameter, own in zip(parameters, entries, strict=True):
         shared = {
-            key: None if _is_elementwise(key, value, parameter) else in_memory(value) for key, value in own.items()
+            key: None if _is_elementwise(key, value, parameter) else deepcopy(in_memory(value))
+            for key, value in own.items()
         }
         if parameter is parameters[0]:
             first = shared
-        elif shared.keys() != first.keys() or _steps(shared) != _steps(first):
+        steps, others = float(first.get("step", 0)), float(shared.get("step", 0))
+        if shared.keys() != first.keys() or steps != others:
             raise ValueError(
-                f"The checkpoint's optimizer has taken {_steps(first)} steps for one parameter and {_steps(shared)} "
-                "for another, but DeepSpeed has one step count per group. Load it under `strategy='ddp'` or `'fsdp'`."
+                f"The checkpoint's optimizer has taken {steps} steps for one parameter and {others} for another, but "
+                "DeepSpeed has one step count per group. Load it under `strategy='ddp'` or `'fsdp'`."
             )
-    return {key: _zeros(flat, existing.get(key)) if value is None else _own(value) for key, value in first.items()}
-
-
-def _zeros(flat: Tensor, existing: Any) -> Tensor:
-    fits = isinstance(existing, Tensor) and (existing.shape, existing.dtype) == (flat.shape, flat.dtype)
-    return existing.zero_() if fits and existing.device == flat.device else torch.zeros_like(flat)
-
-
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _steps(entries: dict[str, Any]) -> float:
-    return float(entries.get("step", 0))
+    return {key: torch.zeros_like(flat) if value is None else value for key, value in first.items()}
 
 
 def _check_names(model: str, own: Iterable[str], content: Iterable[str]) -> None:

@@ -16,10 +16,10 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.deepspeed.checks import COMPILED, LATER, ONE_OPTIMIZER, refuse_setup
+from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.deepspeed.config import (
     PRECISIONS,
     choose_offload,
@@ -31,6 +31,8 @@ from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, clo
 from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
 from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
+from fabric.strategies.gradients.elementwise import is_independent, refuse_dependent, refuse_without_hooks
+from fabric.strategies.gradients.optimizer_modes import has_modes
 from fabric.strategies.gradients.sync import LocalGradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.copies import own_hooks, refuse_copies
@@ -39,6 +41,7 @@ from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.prepare import place, prepared, with_precision
 from fabric.strategies.module.same_model import refuse_different_models
+from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.prepared import Prepared, TrainedWeights
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
@@ -75,7 +78,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 f"Parameters can be offloaded only if they are sharded, at stage 3, and this is stage {stage}. "
                 "Write `stage=3`, or offload only the optimizer."
             )
-        if stage == 1 and self._zero.get("overlap_comm"):
+        if stage == 1 and self._config.get("zero_optimization", {}).get("overlap_comm"):
             raise ValueError(
                 "`overlap_comm` at stage 1: the gradients of a window are averaged once, in `step()`, when no backward "
                 "is running that could overlap. Leave it out, or write `stage=2`."
@@ -84,15 +87,15 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     @property
     def lacks(self) -> Mapping[Capability, str]:
         always: dict[Capability, str] = {
-            "several_optimizers": ONE_OPTIMIZER,
-            "later_optimizers": LATER,
-            "joint_optimizer": LATER,
+            "several_optimizers": _ONE_OPTIMIZER,
+            "later_optimizers": _LATER,
+            "joint_optimizer": _LATER,
             "unused": UNUSED,
             "bare_parameters": IN_MODULE,
         }
         if self._stage != 3:
             return always
-        return {**always, "compile_before": COMPILED, "methods": NOT_GATHERED, "copies": _IN_SHARDS}
+        return {**always, "compile_before": _COMPILED, "methods": NOT_GATHERED, "copies": _IN_SHARDS}
 
     def look_for_packages(self) -> Mapping[str, str]:
         return releases("deepspeed")
@@ -141,7 +144,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             return ShardSameParameters(config_dict_or_path=self._engine_config(runtime), mem_efficient_linear=False)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
-        refuse_setup(runtime, module, optimizers, stage=self._stage)
+        _refuse_setup(runtime, module, optimizers, stage=self._stage)
         with ExitStack() as stack:
             stack.enter_context(local_rank(runtime.world))
             if optimizers:
@@ -187,16 +190,12 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             raise RuntimeError(f"`mark_forward_method({method!r})`: {NOT_GATHERED}")
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-        raise RuntimeError(LATER)
+        raise RuntimeError(_LATER)
 
     @property
     def _config(self) -> dict[str, Any]:
         assert isinstance(self.config, dict)  # read by __post_init__
         return self.config
-
-    @property
-    def _zero(self) -> dict[str, Any]:
-        return self._config.get("zero_optimization", {})  # type: ignore[no-any-return]
 
     @property
     def _stage(self) -> int:
@@ -294,6 +293,77 @@ def _remember(objects: Iterable[Any]) -> Callable[[], None]:
     return forget
 
 
+def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, stage: int) -> None:
+    """Raise ValueError if an engine would not do what was requested."""
+    name = type(module).__name__
+    if stage == 3 and uncompiled(module) is not module:
+        raise ValueError(_COMPILED)
+    dtypes = {parameter.dtype: each for each, parameter in module.named_parameters() if parameter.requires_grad}
+    if len(dtypes) > 1 or any(dtype.is_complex for dtype in dtypes):
+        found = ", ".join(f"{dtype} ({each!r})" for dtype, each in dtypes.items())
+        raise ValueError(
+            f"`{name}` has trained parameters of {found}, and ZeRO copies all of them into flat tensors of one real "
+            "dtype. Convert them before `fabric.setup`, or pass `strategy='ddp'`."
+        )
+    refuse_sparse_layers("deepspeed", module)
+    if len(optimizers) > 1:
+        raise ValueError(f"`setup` was given {len(optimizers)} optimizers for `{name}`, and {_ONE_OPTIMIZER}")
+    for optimizer in optimizers:
+        own = {id(parameter) for parameter in module.parameters()}
+        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+        if foreign:
+            raise ValueError(
+                f"The `{type(optimizer).__name__}` holds {len(foreign)} parameters (the first of shape "
+                f"{tuple(foreign[0].shape)}) that `{name}` does not have. Make it from `model.parameters()` of the "
+                "model that is passed to `setup`, after anything that replaces them."
+            )
+        if isinstance(optimizer, Adagrad):
+            raise ValueError(_REPLACED)
+        if any(kind.__name__ in _NOT_ELEMENTWISE for kind in type(optimizer).__mro__):
+            raise ValueError(_DEPENDENT.format(optimizer=type(optimizer).__name__))
+        if has_modes(optimizer):
+            raise ValueError(_MODES.format(optimizer=type(optimizer).__name__))
+        if type(optimizer).__module__.split(".")[0] == "deepspeed":
+            continue
+        refuse_without_hooks([optimizer])
+        refuse_dependent([optimizer], _DEPENDENT, flat=True)
+        if is_independent(optimizer, flat=True) is None:
+            runtime.report(_FLAT.format(name=type(optimizer).__name__))
+
+
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Lamb", "Muon", "OneBitLamb", "SparseAdam", "ZeroOneAdam")
+"""Optimizers that need whole tensors or their shapes, whereas ZeRO passes slices of one flat tensor."""
+_COMPILED = (
+    "`setup(torch.compile(model))` at ZeRO stage 3: DeepSpeed's hooks gather the weights around each submodule, and a "
+    "model that was compiled before does not run them. Compile what `setup` returns, or use stage 2."
+)
+_LATER = (
+    "`setup_optimizers` under `strategy='deepspeed'`: DeepSpeed sets up a model and its optimizer together. Call "
+    "`fabric.setup(model, optimizer)`."
+)
+_ONE_OPTIMIZER = (
+    "a DeepSpeed engine has one. Make one optimizer with several parameter groups, or set up each part of the model "
+    "with its own."
+)
+_MODES = (
+    "`{optimizer}` writes other weights into the parameters in `eval()` and `train()`, and ZeRO passes an optimizer "
+    "slices that it copies to the model in `step` alone: an evaluation would use the weights of the last step. Pass "
+    "`strategy='ddp'`, `DDPStrategy(shard_optimizer=True)` or `strategy='fsdp'`."
+)
+_REPLACED = (
+    "`Adagrad` in `setup`: DeepSpeed replaces it by another object, which `optimizer.step()` and learning-rate "
+    "schedulers would not reach. Use Adam, AdamW, RMSprop or SGD."
+)
+_DEPENDENT = (
+    "`{optimizer}` in `setup` uses whole tensors, but ZeRO passes an optimizer slices of one flat tensor, so the "
+    "results would differ. Use one that updates each element independently (SGD, Adam, "
+    "AdamW, RMSprop), or `strategy='ddp'` or 'fsdp'."
+)
+_FLAT = (
+    "ZeRO passes `{name}` slices of one flat tensor. That is right for an optimizer that updates each element "
+    "independently, and silently wrong for one that uses whole tensors or their shapes. Whether it does could not be "
+    "tried on small tensors: its step needs a closure, draws random numbers, or raises there."
+)
 _IN_SHARDS = (
     "Stage 3 shards the parameters of a prepared module, so it cannot be copied or pickled on one rank. Copy the "
     "module before it is set up; `fabric.save` and `fabric.load` transfer weights from one to the other. For a target "
