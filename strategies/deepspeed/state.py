@@ -78,7 +78,7 @@ class ZeroState(StateAccess):
 
         if id(tensor) in self.trained:
             with _reached(tensor):
-                whole = _shaped(safe_get_full_fp32_param(tensor), tensor)
+                whole = safe_get_full_fp32_param(tensor).view(_shape_of(tensor))
             return whole if self.stage == 3 else as_changed(whole, tensor.detach())
         with GatheredParameters([tensor], enabled=is_sharded(tensor)):
             return tensor.detach().clone()
@@ -181,7 +181,7 @@ class ZeroState(StateAccess):
         from deepspeed.utils import safe_get_full_optimizer_state
 
         with _reached(parameter):
-            return self._keep(_shaped(safe_get_full_optimizer_state(parameter, key), parameter))
+            return self._keep(safe_get_full_optimizer_state(parameter, key).view(_shape_of(parameter)))
 
     # One tensor
 
@@ -290,11 +290,6 @@ def as_changed(trained: Tensor, weight: Tensor) -> Tensor:
     if seen.dtype == trained.dtype:
         return seen
     return torch.where(trained.to(seen.dtype) == seen, trained, seen.to(trained.dtype))
-
-
-def _shaped(whole: Tensor, parameter: Tensor) -> Tensor:
-    """`whole` in the shape of the parameter: DeepSpeed makes scalars one-dimensional."""
-    return whole.view(_shape_of(parameter))
 
 
 def _flat_entries(flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:

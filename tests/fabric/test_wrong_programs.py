@@ -802,9 +802,11 @@ NOT_FOUND: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fsdp", "model_parallel"), ("weights assigned through .data",)),
     "ddp_fully_sharded": ("weights changed in forward",),
     "deepspeed_stage_3": (
+        "weights changed in forward",
         "weights changed in place",
         "weights clamped through .data",
         "weights assigned through .data",
+        "weights of the optimizer's groups changed in place",
     ),
 }
 """Programs that are wrong under these strategies, and that nothing finds."""
