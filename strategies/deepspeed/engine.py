@@ -76,7 +76,7 @@ class Engine(GradientSync):
         self._reached: set[Tensor] = set()  # since their gradients were last set to None
         self._placeholders: dict[Tensor, InShards] = {}
         self._unreduced: dict[Tensor, Tensor] = {}  # at stage 1, between backwards: this rank's gradients
-        self._in_backward = self._is_started = False
+        self._has_gradients = self._is_reduced = self._in_backward = self._is_started = False
         self._hooks: list[RemovableHandle] = [
             each.register_post_accumulate_grad_hook(self._arrived.append)  # type: ignore[no-untyped-call]
             for each in self.trained
@@ -416,7 +416,7 @@ def copy_of(optimizer: Optimizer) -> Optimizer:
     made: Optimizer = object.__new__(type(optimizer))
     own = {name: value for name, value in vars(optimizer).items() if not name.endswith("_hooks")}
     groups = [dict(group) for group in optimizer.param_groups]
-    made.__setstate__({**own, "state": defaultdict(dict), "param_groups": groups})  # type: ignore[no-untyped-call]
+    made.__setstate__({**own, "state": defaultdict(dict), "param_groups": groups})
     plain = getattr(type(made).step, "__wrapped__", type(made).step)  # hooks of all optimizers run in the program's
     made.step = MethodType(plain, made)  # type: ignore[method-assign]
     return made

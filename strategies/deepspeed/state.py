@@ -296,7 +296,7 @@ def _flat_entries(flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[
     """The entries of a flat partition, made from those of its parameters; its tensors are zero."""
     first: dict[str, Any] = {}
     for parameter, own in zip(parameters, entries, strict=True):
-        shared = {
+        shared: dict[str, Any] = {
             key: None if _is_elementwise(key, value, parameter) else deepcopy(in_memory(value))
             for key, value in own.items()
         }
