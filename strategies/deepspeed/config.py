@@ -17,22 +17,11 @@ from typing import Any
 from fabric.strategies.precision.precision import Precision
 
 KEYS = (
-    "aio",
-    "comms_logger",
     "communication_data_type",
-    "csv_monitor",
-    "dump_state",
-    "flops_profiler",
     "fp16",
-    "log_level",
-    "memory_breakdown",
-    "optimizer",
     "steps_per_print",
-    "tensorboard",
-    "timers",
     "train_micro_batch_size_per_gpu",
     "wall_clock_breakdown",
-    "wandb",
     "zero_optimization",
 )
 """Top-level keys that are passed to DeepSpeed."""
@@ -41,8 +30,6 @@ ZERO_KEYS = (
     "allgather_bucket_size",
     "allgather_partitions",
     "contiguous_gradients",
-    "ignore_unused_parameters",
-    "log_trace_cache_warnings",
     "offload_optimizer",
     "offload_param",
     "overlap_comm",
@@ -50,11 +37,8 @@ ZERO_KEYS = (
     "reduce_scatter",
     "round_robin_gradients",
     "stage",
-    "stage3_allgather_sequential",
     "stage3_max_live_parameters",
     "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold",
-    "stage3_module_granularity_threshold",
     "stage3_param_persistence_threshold",
     "stage3_prefetch_bucket_size",
     "sub_group_size",
@@ -69,6 +53,7 @@ FABRIC_KEYS: Mapping[str, str] = {
     "gradient_accumulation_steps": "Accumulate with `fabric.no_backward_sync`",
     "gradient_clipping": "Call `fabric.clip_gradients(model, optimizer, max_norm=...)` before `optimizer.step()`",
     "managed_gradient_accumulation": "Accumulate with `fabric.no_backward_sync`",
+    "optimizer": "Pass an optimizer to `fabric.setup(model, optimizer)`",
     "scheduler": "Make a scheduler from the optimizer that `setup` returns, and step it in the loop",
     "torch_autocast": "Pass `Fabric(precision='bf16-mixed')`",
     "train_batch_size": "The batch size of the loader sets it",
@@ -76,9 +61,6 @@ FABRIC_KEYS: Mapping[str, str] = {
     "zero_force_ds_cpu_optimizer": "The optimizer passed to `setup` is used, offloaded or not",
 }
 """Keys that the fabric sets itself, each with what to use instead."""
-
-NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Lamb", "Muon", "OneBitLamb", "SparseAdam", "ZeroOneAdam")
-"""Optimizers that need whole tensors, or their shapes: ZeRO passes slices of one flat tensor instead."""
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-true")
 
@@ -92,7 +74,10 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
         return {}
     if isinstance(config, (str, os.PathLike)):
         where = f"the file {os.fspath(config)!r}"
-        config = _from_file(Path(config))
+        try:
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"`DeepSpeedStrategy(config=...)`: {where} is not a file of JSON: {error}.") from error
     else:
         where = "`DeepSpeedStrategy(config=...)`"
     if not isinstance(config, Mapping):
@@ -108,9 +93,6 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
                 f"`{name}` in {where} has `device={section['device']!r}`, but parameters, gradients and optimizer "
                 "states can only be offloaded to main memory. Write 'cpu', or leave it out."
             )
-    optimizer = _section(config, "optimizer", where)
-    _check_keys(optimizer, ("type", "params"), f"`optimizer` in {where}")
-    refuse_by_name(str(optimizer.get("type", "")), where)
     _check_keys(_section(config, "fp16", where), _FP16_KEYS, f"`fp16` in {where}")
     return json.loads(json.dumps(config))  # type: ignore[no-any-return]  # a copy, of JSON's types
 
@@ -134,16 +116,12 @@ def choose_stage(stage: int | None, config: Mapping[str, Any]) -> int:
 
 def choose_offload(name: str, wanted: bool, option: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The section `name` of `zero_optimization`, from either the option or the dictionary; both raise."""
-    configured = config.get("zero_optimization", {}).get(name)
-    if wanted and configured is not None:
+    section = config.get("zero_optimization", {}).get(name)
+    if wanted and section is not None:
         raise ValueError(f"`{option}=True` and `{name}` in the configuration set the same option. Leave one out.")
-    return (
-        {name: configured}
-        if configured is not None
-        else {name: {"device": "cpu", "pin_memory": False}}
-        if wanted
-        else {}
-    )
+    if wanted:
+        section = {"device": "cpu", "pin_memory": False}
+    return {} if section is None else {name: section}
 
 
 def engine_config(
@@ -155,11 +133,10 @@ def engine_config(
         "gradient_accumulation_steps": 1,
         "zero_allow_untested_optimizer": True,
         **{key: value for key, value in config.items() if key != "fp16"},
-        **_optimizer(config.get("optimizer")),
         "gradient_clipping": 0.0,  # its default is 1.0
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),  # see `released`
+            **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),  # one rule for all: shards
             **config.get("zero_optimization", {}),
             **offload,
             "stage": stage,
@@ -170,21 +147,6 @@ def engine_config(
     }
 
 
-def refuse_by_name(name: str, where: str) -> None:
-    """Raise ValueError if an optimizer of this name cannot work on slices of a flat tensor."""
-    if name == "Adagrad":
-        raise ValueError(
-            f"`{name}` in {where}: DeepSpeed replaces it by another object, which `optimizer.step()` and learning-rate "
-            "schedulers would not reach. Use Adam, AdamW, RMSprop or SGD."
-        )
-    if name in NOT_ELEMENTWISE:
-        raise ValueError(
-            f"`{name}` in {where} uses whole tensors, but ZeRO passes an optimizer slices of one flat tensor, so the "
-            "results would differ. Use one that updates each element independently (SGD, Adam, AdamW, RMSprop), or "
-            "`strategy='ddp'`."
-        )
-
-
 _FP16_KEYS = (
     "consecutive_hysteresis",
     "hysteresis",
@@ -193,22 +155,6 @@ _FP16_KEYS = (
     "loss_scale_window",
     "min_loss_scale",
 )
-
-
-def _optimizer(section: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Use torch's Adam unless `torch_adam` is set: DeepSpeed's own would first be compiled, for minutes."""
-    if not section or section.get("type") not in ("Adam", "AdamW"):
-        return {}
-    return {"optimizer": {**section, "params": {"torch_adam": True, **section.get("params", {})}}}
-
-
-def _from_file(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"`DeepSpeedStrategy(config={str(path)!r})`: {error.strerror}. Pass a JSON file.") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`DeepSpeedStrategy(config={str(path)!r})`: the file is not JSON: {error}.") from error
 
 
 def _section(config: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:

@@ -11,9 +11,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, wraps
 from importlib import import_module
 from typing import Any
 
@@ -31,21 +30,16 @@ NAMES: Names = {
     "deepspeed.runtime.engine:DeepSpeedEngine": {
         "_backward_prologue": "starts a backward; `engine.backward` cannot be used if several models share a loss",
         "allreduce_gradients": "reduces once per window, at stage 1",
-        "basic_optimizer": "the user's optimizer, inside that of ZeRO",
         "module_forward_pre_hook module_forward_post_hook": "removed when the model is released",
     },
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": {
-        "bit16_groups single_partition_of_fp32_groups params_in_partition get_param_id": "the parameters of a shard",
-        "parallel_partitioned_bit16_groups _update_model_bit16_weights": "weights that the program changes are trained",
+        "bit16_groups single_partition_of_fp32_groups": "the parameters of a shard",
+        "parallel_partitioned_bit16_groups": "weights that the program changes are trained",
         "update_lp_params": "averages of weights are evaluated",
         "micro_step_id averaged_gradients all_grad_tensors overflow": "the window of accumulated gradients",
-        "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "for each backward",
-        "ipg_buckets reduce_ipg_grads": "the order in which ranks reduce is compared",
-        "_use_compact_grad_partition_buffer _get_compact_grad_partition_slice grad_partition_insertion_offset "
-        "grad_start_offset partition_size real_dp_process_group": "gradients that the user zeroes are zeroed",
-        "cpu_offload accumulated_grads_in_cpu grad_position norm_for_param_grads reset_cpu_buffers "
-        "_finalize_cpu_offload_gradient_accumulation _offload_accumulated_param_ids _wait_for_offload_copies "
-        "update_offload_overflow_tracker": "offloaded gradients accumulate in place",
+        "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale "
+        "setup_buckets": "for each backward",
+        "cpu_offload accumulated_grads_in_cpu reset_cpu_buffers": "offloaded gradients are discarded",
         "_hp_mapping": "which part of a parameter is in this rank's shard, and where",
         "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state": "links states that were loaded",
     },
@@ -53,14 +47,13 @@ NAMES: Names = {
 STAGE_3: Names = {
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": {
         "fp16_groups fp32_partitioned_groups_flat": "which shard has which parameter",
-        "_get_fp32_grad_state_partition grad_partitions_flat_buffer overflow": "gradients in shards",
+        "grad_partitions_flat_buffer averaged_gradients offload_optimizer overflow": "gradients in shards",
         "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "for each backward",
-        "_offload_boundary_param_ids": "the window of accumulated gradients",
         "_reassign_or_swap_out_partitioned_parameters checkpoint_event_prologue "
         "checkpoint_event_epilogue": "averages of weights are evaluated",
     },
     "deepspeed.runtime.zero.partition_parameters:Init": {
-        "ds_tensor ds_shape ds_numel ds_status": "the shard of a parameter, its unsharded shape, and if it is gathered",
+        "ds_tensor ds_shape partition_numel": "the shard of a parameter, and its unsharded shape",
         "_post_init_method": "parameters are compared over the ranks before they are sharded",
     },
     "deepspeed.runtime.zero.partition_parameters": {"is_zero_param": "whether a parameter is sharded"},
@@ -114,23 +107,15 @@ def join(world: World, device_type: str) -> None:
 
 
 def _import_muon() -> None:
-    """Import DeepSpeed's Muon so that its functions are compiled at their first call.
+    """Import DeepSpeed's Muon without compiling its functions, which `fabric.setup` refuses.
 
-    DeepSpeed compiles them when it imports Muon, which it does for every optimizer: that imports torch's compilers,
-    two seconds on every rank (0.19).
+    DeepSpeed would compile them when it imports Muon, which it does for every optimizer: that imports torch's
+    compilers, two seconds on every rank (0.19).
     """
     from deepspeed.runtime import compiler
 
     compile = compiler.compile
-
-    def compile_when_called(*options: Any, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            compiled = cache(lambda: compile(*options, **more)(function))
-            return wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
-
-        return decorate
-
-    compiler.compile = compile_when_called
+    compiler.compile = lambda *options, **more: lambda function: function
     try:
         import_module("deepspeed.runtime.zero.muon.original_muon")
     finally:

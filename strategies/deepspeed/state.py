@@ -6,8 +6,9 @@ Weights are those of the optimizer, in float32 whatever dtype the model computes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from typing import Any, cast, final
 
@@ -25,23 +26,11 @@ from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard,
 class ZeroState(StateAccess):
     """The state of one engine's module and optimizer. `zero`: DeepSpeed's optimizer; None if nothing is trained.
 
-    `groups`: the parameters of the user's optimizer, by group, before DeepSpeed replaced them.
-    `written`: called after weights were loaded.
+    `groups`: the parameters of the user's optimizer, by group.
     """
 
-    def __init__(
-        self,
-        world: World,
-        stage: int,
-        zero: Any,
-        groups: Sequence[Sequence[Tensor]],
-        written: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.world = world
-        self.stage = stage
-        self.zero = zero
-        self.groups = groups
-        self.written = written
+    def __init__(self, world: World, stage: int, zero: Any, groups: Sequence[Sequence[Tensor]]) -> None:
+        self.world, self.stage, self.zero, self.groups = world, stage, zero, groups
         trained = () if zero is None else zero.fp16_groups if stage == 3 else zero.bit16_groups
         self.trained = {id(parameter) for group in trained for parameter in group}
 
@@ -80,7 +69,6 @@ class ZeroState(StateAccess):
                     module.get_submodule(name.rpartition(".")[0]).set_extra_state(in_memory(content[name]))
             elif isinstance(own[name], Tensor):
                 self._write_tensor(name, own[name], in_memory(content[name], mapped=True))
-        self.written()
 
     def _whole(self, tensor: Tensor) -> Tensor:
         from deepspeed.runtime.zero import GatheredParameters
@@ -88,7 +76,7 @@ class ZeroState(StateAccess):
 
         if id(tensor) in self.trained:
             with _reached(tensor):
-                whole = _shaped(safe_get_full_fp32_param(tensor), tensor)
+                whole = safe_get_full_fp32_param(tensor).view(_shape_of(tensor))
             return whole if self.stage == 3 else as_changed(whole, tensor.detach())
         with GatheredParameters([tensor], enabled=is_sharded(tensor)):
             return tensor.detach().clone()
@@ -153,8 +141,8 @@ class ZeroState(StateAccess):
         number_of = dict(zip(map(id, self._all()), (n for group in saved for n in group["params"]), strict=True))
         for flat, parameters in self._flats():
             entries = {id(p): content["state"].get(number_of[id(p)], {}) for p in parameters}
-            existing = optimizer.state.pop(flat, {})
-            optimizer.state[flat] = _flat_entries(flat, parameters, list(entries.values()), existing)
+            self.zero.optimizer.state.pop(flat, None)  # before its memory is allocated anew
+            self.zero.optimizer.state[flat] = _flat_entries(flat, parameters, list(entries.values()))
         self._link()
         for parameter in self._all():
             if id(parameter) in self.trained:
@@ -191,7 +179,7 @@ class ZeroState(StateAccess):
         from deepspeed.utils import safe_get_full_optimizer_state
 
         with _reached(parameter):
-            return self._keep(_shaped(safe_get_full_optimizer_state(parameter, key), parameter))
+            return self._keep(safe_get_full_optimizer_state(parameter, key).view(_shape_of(parameter)))
 
     # One tensor
 
@@ -250,33 +238,13 @@ class ZeroState(StateAccess):
 
 def _module_state(module: nn.Module, entry: Callable[[Tensor], Any]) -> dict[str, Any]:
     """The state of a module with `entry` of each tensor, called once for a tied one, which is one in the file as
-    well. Raises: RuntimeError: hooks computed entries from what was released."""
+    well."""
     read = cache(entry)
     state = module.state_dict(keep_vars=True)
-    _refuse_computed(module, state)
     for name, value in state.items():
         if isinstance(value, Tensor):
             state[name] = read(value)
     return state
-
-
-def _refuse_computed(module: nn.Module, state: Mapping[str, Any]) -> None:
-    released = {each.untyped_storage().data_ptr() for each in module.parameters() if is_sharded(each)}
-    if not released:
-        return
-    own = {id(each) for each in (*module.parameters(), *module.buffers())}
-    for name, value in state.items():
-        if not isinstance(value, Tensor) or id(value) in own or is_extra_state(name):
-            continue
-        if value.untyped_storage().data_ptr() in released or (value.is_floating_point() and value.isnan().any()):
-            raise RuntimeError(_COMPUTED.format(name=name, model=type(module).__name__))
-
-
-_COMPUTED = (
-    "{name!r} in the state of `{model}` was computed from a parameter, by a hook or by `_save_to_state_dict`, but at "
-    "ZeRO stage 3 parameters are in shards then. Leave the parameter as it is there, and convert it when it is loaded; "
-    "or use `strategy='deepspeed_stage_2'`."
-)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -322,42 +290,23 @@ def as_changed(trained: Tensor, weight: Tensor) -> Tensor:
     return torch.where(trained.to(seen.dtype) == seen, trained, seen.to(trained.dtype))
 
 
-def _shaped(whole: Tensor, parameter: Tensor) -> Tensor:
-    """`whole` in the shape of the parameter: DeepSpeed makes scalars one-dimensional."""
-    return whole.view(_shape_of(parameter))
-
-
-def _flat_entries(
-    flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[dict[str, Any]], existing: dict[str, Any]
-) -> dict[str, Any]:
-    """The entries of a flat partition, made from those of its parameters; its tensors are zero, `existing` ones where
-    they fit."""
+def _flat_entries(flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The entries of a flat partition, made from those of its parameters; its tensors are zero."""
     first: dict[str, Any] = {}
     for parameter, own in zip(parameters, entries, strict=True):
-        shared = {
-            key: None if _is_elementwise(key, value, parameter) else in_memory(value) for key, value in own.items()
+        shared: dict[str, Any] = {
+            key: None if _is_elementwise(key, value, parameter) else deepcopy(in_memory(value))
+            for key, value in own.items()
         }
         if parameter is parameters[0]:
             first = shared
-        elif shared.keys() != first.keys() or _steps(shared) != _steps(first):
+        steps, others = float(first.get("step", 0)), float(shared.get("step", 0))
+        if shared.keys() != first.keys() or steps != others:
             raise ValueError(
-                f"The checkpoint's optimizer has taken {_steps(first)} steps for one parameter and {_steps(shared)} "
-                "for another, but DeepSpeed has one step count per group. Load it under `strategy='ddp'` or `'fsdp'`."
+                f"The checkpoint's optimizer has taken {steps} steps for one parameter and {others} for another, but "
+                "DeepSpeed has one step count per group. Load it under `strategy='ddp'` or `'fsdp'`."
             )
-    return {key: _zeros(flat, existing.get(key)) if value is None else _own(value) for key, value in first.items()}
-
-
-def _zeros(flat: Tensor, existing: Any) -> Tensor:
-    fits = isinstance(existing, Tensor) and (existing.shape, existing.dtype) == (flat.shape, flat.dtype)
-    return existing.zero_() if fits and existing.device == flat.device else torch.zeros_like(flat)
-
-
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _steps(entries: dict[str, Any]) -> float:
-    return float(entries.get("step", 0))
+    return {key: torch.zeros_like(flat) if value is None else value for key, value in first.items()}
 
 
 def _check_names(model: str, own: Iterable[str], content: Iterable[str]) -> None:
@@ -367,3 +316,27 @@ def _check_names(model: str, own: Iterable[str], content: Iterable[str]) -> None
             f"The checkpoint does not match `{model}`: missing are {missing or 'none'}, unexpected are "
             f"{unexpected or 'none'}. Pass `strict=False` to load the others."
         )
+
+
+@final
+class LossScale:
+    """DeepSpeed's loss scale in the checkpoint format of all strategies.
+
+    `scaler`: a `DynamicLossScaler` of DeepSpeed, which grows by the steps since its last overflow.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, and the steps since its last overflow."""
+        scaler = self._scaler
+        good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+        return {"scale": float(scaler.cur_scale), "good_steps": good_steps, "hysteresis": scaler.cur_hysteresis}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict` that any strategy saved."""
+        scaler = self._scaler
+        scaler.cur_scale = state_dict["scale"]
+        scaler.last_overflow_iter, scaler.cur_iter = -1, state_dict["good_steps"]
+        scaler.cur_hysteresis = state_dict.get("hysteresis", scaler.cur_hysteresis)

@@ -9,17 +9,17 @@ all ranks must run the same submodules in the same order, as under `fsdp`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.deepspeed.checks import COMPILED, LATER, ONE_OPTIMIZER, refuse_setup
+from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.deepspeed.config import (
     PRECISIONS,
     choose_offload,
@@ -27,23 +27,25 @@ from fabric.strategies.deepspeed.config import (
     engine_config,
     read_config,
 )
-from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, remember
-from fabric.strategies.deepspeed.gradient_sync import DeepSpeedGradientSync, UntrainedGradientSync
+from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, copy_of, gathered_parts
 from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
-from fabric.strategies.deepspeed.loss_scale import LossScale
-from fabric.strategies.deepspeed.state import ZeroState, is_sharded
+from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
+from fabric.strategies.gradients.elementwise import is_independent, refuse_dependent, refuse_without_hooks
+from fabric.strategies.gradients.optimizer_modes import has_modes
+from fabric.strategies.gradients.sync import LocalGradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
-from fabric.strategies.module.copies import own_hooks, refuse_copies, refuse_pickles
+from fabric.strategies.module.copies import own_hooks, refuse_copies
 from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.prepare import place, prepared, with_precision
 from fabric.strategies.module.same_model import refuse_different_models
+from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.prepared import Prepared, TrainedWeights
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.target import Target, releases
 
 
@@ -76,7 +78,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 f"Parameters can be offloaded only if they are sharded, at stage 3, and this is stage {stage}. "
                 "Write `stage=3`, or offload only the optimizer."
             )
-        if stage == 1 and self._zero.get("overlap_comm"):
+        if stage == 1 and self._config.get("zero_optimization", {}).get("overlap_comm"):
             raise ValueError(
                 "`overlap_comm` at stage 1: the gradients of a window are averaged once, in `step()`, when no backward "
                 "is running that could overlap. Leave it out, or write `stage=2`."
@@ -85,15 +87,15 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     @property
     def lacks(self) -> Mapping[Capability, str]:
         always: dict[Capability, str] = {
-            "several_optimizers": ONE_OPTIMIZER,
-            "later_optimizers": LATER,
-            "joint_optimizer": LATER,
+            "several_optimizers": _ONE_OPTIMIZER,
+            "later_optimizers": _LATER,
+            "joint_optimizer": _LATER,
             "unused": UNUSED,
             "bare_parameters": IN_MODULE,
         }
         if self._stage != 3:
             return always
-        return {**always, "compile_before": COMPILED, "methods": NOT_GATHERED, "copies": _IN_SHARDS}
+        return {**always, "compile_before": _COMPILED, "methods": NOT_GATHERED, "copies": _IN_SHARDS}
 
     def look_for_packages(self) -> Mapping[str, str]:
         return releases("deepspeed")
@@ -131,53 +133,42 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if self._stage != 3:
             return new_tensors(runtime.device, runtime.precision, empty=empty)
         with with_environment(runtime.world, runtime.device.type) as deepspeed:
+
+            class ShardSameParameters(deepspeed.zero.Init):  # type: ignore[misc, name-defined]
+                def _post_init_method(self, module: nn.Module) -> None:
+                    if module._parameters:  # DeepSpeed broadcasts these by their order
+                        refuse_different_models(runtime, module, "construction of", recurse=False)
+                    super()._post_init_method(module)
+
             # Without `dtype`: on a device without float16, release 0.19 uses bfloat16 for any dtype that is passed.
-            context = deepspeed.zero.Init(config_dict_or_path=self._engine_config(runtime), mem_efficient_linear=False)
-        shard = context._post_init_method
-
-        def compare_and_shard(module: nn.Module) -> None:
-            if module._parameters:  # DeepSpeed broadcasts these by their order
-                refuse_different_models(runtime, module, "construction of", recurse=False)
-            shard(module)
-
-        context._post_init_method = compare_and_shard
-        return context  # type: ignore[no-any-return]
+            return ShardSameParameters(config_dict_or_path=self._engine_config(runtime), mem_efficient_linear=False)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
-        refuse_setup(runtime, module, optimizers, stage=self._stage, move=move, config=self._config)
+        _refuse_setup(runtime, module, optimizers, stage=self._stage)
         with ExitStack() as stack:
             stack.enter_context(local_rank(runtime.world))
-            if optimizers or "optimizer" in self._config:
-                return self._trained(runtime, module, optimizers, move, stack)
+            if optimizers:
+                return self._trained(runtime, module, optimizers[0], move, stack)
             return self._untrained(runtime, module, move, stack)
 
     def _trained(
-        self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool, stack: ExitStack
+        self, runtime: Runtime, module: nn.Module, optimizer: Optimizer, move: bool, stack: ExitStack
     ) -> Prepared:
         """A model with its optimizer, in an engine."""
-        before = optimizers[0].state_dict() if optimizers and optimizers[0].state else None
-        groups = [list(group["params"]) for group in optimizers[0].param_groups] if optimizers else None
-        forget = remember((*module.modules(), *module.parameters()))
-        engine = self._initialize(runtime, module, optimizers[0] if optimizers else None, move)
-        optimizer: Optimizer = engine.basic_optimizer
-        pieces = Engine(
-            runtime,
-            module,
-            engine,
-            self._stage,
-            broadcast_buffers=self.broadcast_buffers,
-        )
-        state = ZeroState(
-            runtime.world, self._stage, engine.optimizer, groups or [pieces.trained], pieces.remember_weights
-        )
-        if self._stage != 3:  # at stage 3 the weights stay sharded and need DeepSpeed's attributes
-            stack.callback(_restore, optimizer, state.groups, forget)
-        sync = DeepSpeedGradientSync(pieces)
-        stack.callback(sync.release)
-        stack.callback(pieces.drive(optimizer, state.groups))
-        path = ForwardPath(module, refuse_empty(module, with_precision(runtime, sync.forward)))
-        stack.callback(path.release)
+        before = optimizer.state_dict() if optimizer.state else None
         optimizer.state.clear()  # states of the parameters before they were sharded
+        forget = _remember((*module.modules(), *module.parameters()))
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        engine = self._initialize(runtime, module, copy_of(optimizer), move)
+        sync = Engine(runtime, module, engine, self._stage, broadcast_buffers=self.broadcast_buffers)
+        state = ZeroState(runtime.world, self._stage, engine.optimizer, groups)
+        if self._stage != 3:  # at stage 3 the weights stay sharded and need DeepSpeed's attributes
+            stack.callback(forget)
+        stack.callback(sync.release)
+        stack.callback(sync.drive(optimizer))
+        around = with_precision(runtime, sync.order.around(sync.forward))
+        path = ForwardPath(module, refuse_empty(module, around), self._refuse_mark)
+        stack.callback(path.release)
         if before is not None:
             state.write_optimizer(optimizer, before)
         scales = engine.optimizer.needs_scaler()
@@ -186,25 +177,25 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             scale_loss=engine.scale if scales else None,
             joins_backward=not scales,
             loss_scale=LossScale(engine.optimizer.loss_scaler) if engine.optimizer.loss_scaler.dynamic else None,
-            clip_norm=pieces.clip_norm,
-            clip_value=pieces.clip_value,
-            is_finite=pieces.is_finite,
+            clip_norm=sync.clip_norm,
+            clip_value=sync.clip_value,
+            is_finite=sync.is_finite,
             release=stack.pop_all().close,
             state=state,
-            trained=TrainedWeights(shards=pieces.trained_shards, written=pieces.gather_trained),
+            trained=TrainedWeights(shards=sync.trained_shards, written=sync.gather_trained),
         )
 
+    def _refuse_mark(self, method: str) -> None:
+        if self._stage == 3:
+            raise RuntimeError(f"`mark_forward_method({method!r})`: {NOT_GATHERED}")
+
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-        raise RuntimeError(LATER)
+        raise RuntimeError(_LATER)
 
     @property
     def _config(self) -> dict[str, Any]:
         assert isinstance(self.config, dict)  # read by __post_init__
         return self.config
-
-    @property
-    def _zero(self) -> dict[str, Any]:
-        return self._config.get("zero_optimization", {})  # type: ignore[no-any-return]
 
     @property
     def _stage(self) -> int:
@@ -237,8 +228,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             )
         if self._stage == 3:
             refuse_copies(module, _IN_SHARDS)
-        else:
-            refuse_pickles(module, _UNPICKLABLE)  # `_restore` undoes it
         return engine
 
     def _untrained(self, runtime: Runtime, module: nn.Module, move: bool, stack: ExitStack) -> Prepared:
@@ -248,18 +237,18 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError(_NO_OPTIMIZER.format(name=name))
 
-        sync: GradientSync = LocalGradientSync(module)
+        around = None
         if self._stage == 3:
             stack.callback(close, self._initialize(runtime, module, None, move))
-            sync = UntrainedGradientSync(runtime, module)
+            order = ExecutionOrder(runtime, module, gathered_parts(module))
+            stack.callback(order.release)
+            around = order.around(lambda function, args, kwargs: function(*args, **kwargs))
         else:
             place(runtime, module, (), move=move)
-        stack.callback(sync.release)
-        around = with_precision(runtime, sync.forward if self._stage == 3 else None)
-        path = ForwardPath(module, refuse_empty(module, around))
+        path = ForwardPath(module, refuse_empty(module, with_precision(runtime, around)), self._refuse_mark)
         stack.callback(path.release)
         return replace(
-            prepared(runtime, module, (), sync, path),
+            prepared(runtime, module, (), LocalGradientSync(module), path),
             scale_loss=refuse,
             clip_norm=refuse,
             clip_value=refuse,
@@ -292,22 +281,93 @@ def _scalars_broadcast(runtime: Runtime, module: nn.Module, stage: int) -> Itera
                     parameter.data = parameter.data.view(())
 
 
-def _restore(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], forget: Callable[[], None]) -> None:
-    """Restore parameters and optimizer. Optimizer states are dropped, because no rank has them whole."""
-    forget()
-    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = list(parameters)
-    optimizer.state.clear()
+def _remember(objects: Iterable[Any]) -> Callable[[], None]:
+    """Return a function that removes all attributes added to the objects after this call."""
+    before = [(each, set(vars(each))) for each in objects]
+
+    def forget() -> None:
+        for each, names in before:
+            for name in set(vars(each)) - names:
+                del each.__dict__[name]
+
+    return forget
 
 
+def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, stage: int) -> None:
+    """Raise ValueError if an engine would not do what was requested."""
+    name = type(module).__name__
+    if stage == 3 and uncompiled(module) is not module:
+        raise ValueError(_COMPILED)
+    dtypes = {parameter.dtype: each for each, parameter in module.named_parameters() if parameter.requires_grad}
+    if len(dtypes) > 1 or any(dtype.is_complex for dtype in dtypes):
+        found = ", ".join(f"{dtype} ({each!r})" for dtype, each in dtypes.items())
+        raise ValueError(
+            f"`{name}` has trained parameters of {found}, and ZeRO copies all of them into flat tensors of one real "
+            "dtype. Convert them before `fabric.setup`, or pass `strategy='ddp'`."
+        )
+    refuse_sparse_layers("deepspeed", module)
+    if len(optimizers) > 1:
+        raise ValueError(f"`setup` was given {len(optimizers)} optimizers for `{name}`, and {_ONE_OPTIMIZER}")
+    for optimizer in optimizers:
+        own = {id(parameter) for parameter in module.parameters()}
+        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+        if foreign:
+            raise ValueError(
+                f"The `{type(optimizer).__name__}` holds {len(foreign)} parameters (the first of shape "
+                f"{tuple(foreign[0].shape)}) that `{name}` does not have. Make it from `model.parameters()` of the "
+                "model that is passed to `setup`, after anything that replaces them."
+            )
+        if isinstance(optimizer, Adagrad):
+            raise ValueError(_REPLACED)
+        if any(kind.__name__ in _NOT_ELEMENTWISE for kind in type(optimizer).__mro__):
+            raise ValueError(_DEPENDENT.format(optimizer=type(optimizer).__name__))
+        if has_modes(optimizer):
+            raise ValueError(_MODES.format(optimizer=type(optimizer).__name__))
+        if type(optimizer).__module__.split(".")[0] == "deepspeed":
+            continue
+        refuse_without_hooks([optimizer])
+        refuse_dependent([optimizer], _DEPENDENT, flat=True)
+        if is_independent(optimizer, flat=True) is None:
+            runtime.report(_FLAT.format(name=type(optimizer).__name__))
+
+
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Lamb", "Muon", "OneBitLamb", "SparseAdam", "ZeroOneAdam")
+"""Optimizers that need whole tensors or their shapes, whereas ZeRO passes slices of one flat tensor."""
+_COMPILED = (
+    "`setup(torch.compile(model))` at ZeRO stage 3: DeepSpeed's hooks gather the weights around each submodule, and a "
+    "model that was compiled before does not run them. Compile what `setup` returns, or use stage 2."
+)
+_LATER = (
+    "`setup_optimizers` under `strategy='deepspeed'`: DeepSpeed sets up a model and its optimizer together. Call "
+    "`fabric.setup(model, optimizer)`."
+)
+_ONE_OPTIMIZER = (
+    "a DeepSpeed engine has one. Make one optimizer with several parameter groups, or set up each part of the model "
+    "with its own."
+)
+_MODES = (
+    "`{optimizer}` writes other weights into the parameters in `eval()` and `train()`, and ZeRO passes an optimizer "
+    "slices that it copies to the model in `step` alone: an evaluation would use the weights of the last step. Pass "
+    "`strategy='ddp'`, `DDPStrategy(shard_optimizer=True)` or `strategy='fsdp'`."
+)
+_REPLACED = (
+    "`Adagrad` in `setup`: DeepSpeed replaces it by another object, which `optimizer.step()` and learning-rate "
+    "schedulers would not reach. Use Adam, AdamW, RMSprop or SGD."
+)
+_DEPENDENT = (
+    "`{optimizer}` in `setup` uses whole tensors, but ZeRO passes an optimizer slices of one flat tensor, so the "
+    "results would differ. Use one that updates each element independently (SGD, Adam, "
+    "AdamW, RMSprop), or `strategy='ddp'` or 'fsdp'."
+)
+_FLAT = (
+    "ZeRO passes `{name}` slices of one flat tensor. That is right for an optimizer that updates each element "
+    "independently, and silently wrong for one that uses whole tensors or their shapes. Whether it does could not be "
+    "tried on small tensors: its step needs a closure, draws random numbers, or raises there."
+)
 _IN_SHARDS = (
     "Stage 3 shards the parameters of a prepared module, so it cannot be copied or pickled on one rank. Copy the "
     "module before it is set up; `fabric.save` and `fabric.load` transfer weights from one to the other. For a target "
     "network or an average of weights that is updated in every step, pass `strategy='deepspeed_stage_2'` or 'fsdp'."
-)
-_UNPICKLABLE = (
-    "The parameters of a prepared module refer to DeepSpeed's process groups, so it cannot be pickled. Pickle a copy, "
-    "`copy.deepcopy(model)`, or write `fabric.save(path, {'model': model})`."
 )
 _NO_OPTIMIZER = (
     "`{name}` was set up without an optimizer, for evaluation: under `strategy='deepspeed'` no engine would reduce its "

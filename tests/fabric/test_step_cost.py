@@ -36,12 +36,12 @@ LIMITS = {
     "manual": (2, 96),
     "ddp_sharded": (2, 52),
     "ddp_fully_sharded": (2, 144),
-    "deepspeed_stage_1": (2, 73),
-    "deepspeed_stage_2": (2, 89),
-    "deepspeed_stage_3": (2, 104),
-    "deepspeed_stage_1_offload": (2, 73),
-    "deepspeed_stage_2_offload": (2, 90),
-    "deepspeed_stage_3_offload": (2, 104),
+    "deepspeed_stage_1": (2, 34),
+    "deepspeed_stage_2": (2, 50),
+    "deepspeed_stage_3": (2, 62),
+    "deepspeed_stage_1_offload": (2, 35),
+    "deepspeed_stage_2_offload": (2, 51),
+    "deepspeed_stage_3_offload": (2, 63),
 }
 """Ranks, and the most calls of a step, on average over `COUNTED` steps."""
 SAME = {

@@ -9,7 +9,7 @@ import pytest
 from devices import ACCELERATOR
 
 from fabric import Fabric
-from fabric.strategies.deepspeed.loss_scale import LossScale
+from fabric.strategies.deepspeed.state import LossScale
 
 
 def save_and_load(fabric: Fabric, seed: int) -> int:
