@@ -6,13 +6,13 @@ tensor has a class of its own, so runs without shards do not pay for the import.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fabric.strategies.gradients.in_shards import InShards
-from fabric.strategies.sharding.flat_shards import plain_shard
 from fabric.strategies.tensors.chunk import Chunk
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of the tensor. Shares its memory. Empty for a placeholder of what is on other ranks."""
     if isinstance(tensor, InShards):
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    tensor = plain_shard(tensor)
+    own: Callable[[Tensor], Tensor] | None = getattr(type(tensor), "local_part", None)
+    if own is not None:
+        return own(tensor)
     sharded = as_sharded(tensor)
     return tensor if sharded is None else sharded.to_local()
 
