@@ -127,7 +127,7 @@ def own_names() -> set[str]:
 def uses() -> dict[str, set[str]]:
     """Names that stand for something of another library, and the files that use them."""
     found: dict[str, set[str]] = {}
-    ours = own_names() | {"_is_local"}  # ours on a parameter of FairScale's
+    ours = own_names()
     for path, node in nodes():
         names: list[str] = []
         if isinstance(node, ast.Attribute) and is_private(node.attr):

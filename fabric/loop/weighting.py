@@ -27,7 +27,6 @@ from fabric.strategies.gradients.scaling import Factor, scale_gradients
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.flat_shards import plain_shard
 from fabric.strategies.tensors.dtensor import as_sharded, local_part
 from fabric.strategies.tensors.in_shards import InShards
 from fabric.strategies.tensors.parameters import parameters_of
@@ -209,7 +208,7 @@ def _is_nonzero(gradient: Tensor | None) -> bool:
         return False
     if isinstance(gradient, InShards):
         return not gradient.is_zeroed
-    gradient = plain_shard(gradient)
+    gradient = local_part(gradient)
     if type(gradient) is not Tensor and as_sharded(gradient) is None:
         return True  # a subclass of Tensor without values on this rank
     return bool(local_part(gradient).count_nonzero())

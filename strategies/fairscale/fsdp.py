@@ -3,7 +3,7 @@
 The first fully sharded module (Baines et al., 2021), for code that relies on it; `fsdp` is its successor. Its wrapper
 is kept beside the user's module, not around it: parameters remain the same objects, under the same names, so
 optimizers made before `setup` remain valid. Between forwards a parameter is this rank's shard: one dimension, padded to
-equal lengths; what reads it as a whole raises (`sharding/flat_shards.py`). `state_dict()` of the module, of its
+equal lengths; what reads its gradient as a whole raises (`fsdp_shards.py`). `state_dict()` of the module, of its
 submodules and of the optimizers is a collective that returns unsharded tensors, and `load_state_dict` takes those.
 
 Every forward all-gathers parameters, so all ranks call it, in evaluations, too.
@@ -11,20 +11,19 @@ Every forward all-gathers parameters, so all ranks call it, in evaluations, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Muon, Optimizer
 
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.fairscale.fsdp_state import (
+from fabric.strategies.fairscale.fsdp_shards import (
     IN_SLICES,
     SlicedState,
-    Slices,
     attach_module,
     attach_optimizer,
     holds_local,
@@ -91,7 +90,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
 
     def why_not(self, target: Target) -> str | None:
         precision = target.precision
-        if precision.param_dtype not in _DTYPES:
+        if precision.param_dtype not in (torch.float32, torch.float16):
             return (
                 f"`precision={precision.name!r}` keeps parameters in {precision.param_dtype}, and FairScale's fully "
                 "sharded module keeps them in torch.float32 or torch.float16. Pass `precision='32-true'`, "
@@ -118,31 +117,35 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
             bucket_bytes=self.bucket_bytes,
             broadcast_buffers=self.broadcast_buffers,
         )
-        slices = Slices(runtime.collective)
         undo = [
-            attach_module(slices, module),
+            attach_module(runtime.collective, module),
             *(attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers),
         ]
         return replace(
             replica(runtime, module, optimizers, sync, end=undo_all(undo), uncompilable=UNCOMPILABLE),
-            clip_norm=partial(clip_norm, owned=owned, collective=runtime.collective, scaler=runtime.loss_scaler),
-            clip_value=partial(clip_value, owned=owned, scaler=runtime.loss_scaler),
-            state=SlicedState(slices),
+            clip_norm=partial(clip_norm, owned=owned, runtime=runtime),
+            clip_value=partial(clip_value, owned=owned, runtime=runtime),
+            state=SlicedState(runtime.collective),
         )
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         if runtime.world.size == 1:
             return attach_scaler(runtime.loss_scaler, optimizers)
         refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES, flat=True)
+        for optimizer in optimizers:
+            if not all(group["params"] for group in optimizer.param_groups):
+                raise ValueError(_CHOSEN_BY_SHAPE.format(optimizer=type(optimizer).__name__))
         undo = [attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers]
         return undo_all([*undo, attach_scaler(runtime.loss_scaler, optimizers)])
 
 
-_DTYPES = (torch.float32, torch.float16)
-_WHOLE_MATRICES = tuple(
-    kind for name in ("Adafactor", "Muon") if (kind := getattr(torch.optim, name, None)) is not None
+_CHOSEN_BY_SHAPE = (
+    "`{optimizer}` has a parameter group without parameters. After `fabric.setup` under `strategy='ddp_fully_sharded'` "
+    "parameters are shards of one dimension, so groups that a program chooses by `ndim` are others. Make the optimizer "
+    "before: `model, optimizer = fabric.setup(model, optimizer)`."
 )
-"""Optimizers whose step needs the unsharded shape of a parameter. Muon is in torch since 2.9."""
+_WHOLE_MATRICES = (Adafactor, Muon)
+"""Optimizers whose step needs the unsharded shape of a parameter."""
 
 
 def owned(optimizer: Optimizer) -> list[Tensor]:
@@ -155,25 +158,18 @@ def owned(optimizer: Optimizer) -> list[Tensor]:
 
 def _refuse_shared(module: nn.Module, parts: Sequence[nn.Module]) -> None:
     """Raise ValueError if a parameter is in two wrapped submodules: it would be gathered for one of them only."""
+    chosen = set(parts)
+    wrapped: dict[str, nn.Module] = {}
     owners: dict[Tensor, nn.Module] = {}
-    for part in (*reversed(parts), module):
-        inner = [other for other in parts if other is not part and any(other is each for each in part.modules())]
-        for name, parameter in _own_parameters(part, inner):
-            owner = owners.setdefault(parameter, part)
-            if owner is not part:
+    for path, part in module.named_modules():  # outer before inner
+        within = wrapped[path] = part if part in chosen else wrapped.get(path.rpartition(".")[0], module)
+        for name, parameter in part.named_parameters(path, recurse=False):
+            owner = owners.setdefault(parameter, within)
+            if owner is not within:
                 raise ValueError(
-                    f"`wrap` puts {name!r} of `{type(part).__name__}` and of `{type(owner).__name__}` into two "
+                    f"`wrap` puts {name!r} of `{type(within).__name__}` and of `{type(owner).__name__}` into two "
                     "submodules, but it is one tied parameter. Choose submodules so that both uses are in the same one."
                 )
-
-
-def _own_parameters(part: nn.Module, inner: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """The uses of parameters in a wrapped submodule, without those in wrapped submodules of it."""
-    hidden = {id(each) for other in inner for each in other.modules()}
-    for prefix, each in part.named_modules():
-        if id(each) not in hidden:
-            for name, parameter in each.named_parameters(recurse=False):
-                yield f"{prefix}.{name}".lstrip("."), parameter
 
 
 def _refuse_dtypes(module: nn.Module, precision: Precision) -> None:

@@ -1,19 +1,15 @@
 """FairScale's FullyShardedDataParallel on the CPU, which the released class does not support.
 
-Two of its modules are loaded a second time, under other names, with another `torch`, whose `torch.cuda` is `torch.cpu`:
-that has the same stream functions, which do nothing. FairScale's own modules, torch and the environment are not
-changed. The differences of the copies, and why:
-
-- Streams and `synchronize` are those of the CPU; a CUDA stream cannot be made here.
-- All-gather and reduce-scatter take lists: gloo refuses the flat forms that FairScale prefers.
-- `Tensor.record_stream` has no kernel for the CPU, so the two methods that call it are replaced.
+Two of its modules are loaded a second time, with another `torch`, whose `torch.cuda` is `torch.cpu`: that has the same
+stream functions, which do nothing. FairScale's own modules, torch and the environment are not changed. All-gather and
+reduce-scatter take lists there: gloo refuses the flat forms that FairScale prefers.
 """
 
 from __future__ import annotations
 
 import warnings
 from functools import cache, partial
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
 
@@ -30,10 +26,9 @@ def fully_sharded_on_cpu() -> type[Any]:
         torch.empty(0).storage()  # type: ignore[no-untyped-call]
     bucketer = _copy_of("fairscale.internal.reduce_scatter_bucketer")
     original = _copy_of("fairscale.nn.data_parallel.fully_sharded_data_parallel")
-    original.torch = _TorchOnCPU("torch")
     original.ReduceScatterBucketer = bucketer.ReduceScatterBucketer
-    for module in (original, bucketer):
-        module.enable_nccl_base_collectives = False
+    original.torch = ModuleType("torch")
+    vars(original.torch).update({**vars(torch), "cuda": torch.cpu})
     post, free, chunks = original.TrainingState.BACKWARD_POST, original.free_storage_, original.chunk_and_pad
 
     class FullyShardedOnCPU(original.FullyShardedDataParallel):  # type: ignore[misc, name-defined]
@@ -67,23 +62,10 @@ def fully_sharded_on_cpu() -> type[Any]:
     return FullyShardedOnCPU
 
 
-class _TorchOnCPU(ModuleType):
-    """`torch` with another `torch.cuda`."""
-
-    cuda = torch.cpu
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 def _copy_of(name: str) -> Any:
-    """Load a module of FairScale again, in the same package, without adding it to `sys.modules`."""
-    found = find_spec(name)
-    assert found is not None
-    assert found.origin is not None
-    spec = spec_from_file_location(f"{name}_on_cpu", found.origin)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
+    """Load a module of FairScale again, without adding it to `sys.modules`."""
+    spec: Any = find_spec(name)
+    module: Any = module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.enable_nccl_base_collectives = False
     return module

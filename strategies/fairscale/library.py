@@ -9,21 +9,18 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from fabric.launchers.private_names import Names, require
-from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.fairscale.changed_gradients import note
+from fabric.strategies.gradients import clipping
 from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_without_hooks
-from fabric.strategies.precision.loss_scaler import LossScaler
+from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target
-from fabric.strategies.tensors.dtensor import local_part
 
 Owned = Callable[[Optimizer], list[Tensor]]
-"""Returns the parameters of an optimizer for which this rank holds averaged gradients."""
+"""Returns the parameters of an optimizer that this rank steps. Raises RuntimeError if a gradient was not averaged."""
 
 
 def why_not(strategy: str, target: Target) -> str | None:
@@ -49,7 +46,8 @@ FULLY_SHARDED: Names = {
         "_post_backward_hook _post_reduction_hook _wait_for_post_backward": "which parameters a backward reduced",
         "_register_post_backward_hooks _shard_bwd_hook": "removes the hooks of the forward before",
         "_require_backward_grad_sync": "holds synchronisation back; `no_sync` is not for one backward of several",
-        "_fp32_shard _fp16_shard _full_param_padded _orig_size _saved_grad_shard": "parts and whole of a parameter",
+        "_fp32_shard _full_param_padded _orig_size _saved_grad_shard": "parts and whole of a parameter",
+        "_cast_buffers": "leaves buffers as they are",
         "_reducer _streams": "the end of a backward, on a CPU",
     }
 }
@@ -118,48 +116,18 @@ _PARTS = (
 
 
 def clip_norm(
-    optimizer: Optimizer,
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    *,
-    owned: Owned,
-    collective: Collective,
-    scaler: LossScaler | None,
+    optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool, *, owned: Owned, runtime: Runtime
 ) -> Tensor:
-    """Scale sharded gradients so that the norm over all ranks is at most `max_norm`.
-
-    Ranks: all call it. With a loss scaler, a norm that is not finite skips the next step instead of raising.
-    """
-    if not norm_type > 0:
-        raise ValueError(
-            f"`norm_type={norm_type:g}` of gradients in shards: write a positive number, or `float('inf')`."
-        )
-    parameters = owned(optimizer)
-    if scaler is not None and not scaler.unscale(optimizer):
-        error_if_nonfinite = False
-    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    dtype = parameters[0].dtype if parameters else torch.float32
-    # In float64 on every rank: one without gradients does not know the others' dtype, and gloo aborts if they differ.
-    own = torch.nn.utils.get_total_norm(gradients, norm_type).to(device=collective.device, dtype=torch.float64)
-    total: Tensor = torch.linalg.vector_norm(collective.all_gather(own), norm_type)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
-            f"The norm of order {norm_type:g} of the gradients over all ranks is {total.item()}: some are not finite. "
-            "Pass `error_if_nonfinite=False` to clip nevertheless."
-        )
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-    note(parameters)
-    return total.to(dtype)
+    """Scale sharded gradients so that the norm over all ranks is at most `max_norm`. Ranks: all call it."""
+    owned(optimizer)
+    scaler, across = runtime.loss_scaler, runtime.collective
+    return clipping.clip_norm(optimizer, max_norm, norm_type, error_if_nonfinite, scaler, across)
 
 
-def clip_value(optimizer: Optimizer, clip_val: float, *, owned: Owned, scaler: LossScaler | None) -> None:
+def clip_value(optimizer: Optimizer, clip_val: float, *, owned: Owned, runtime: Runtime) -> None:
     """Clamp each gradient to `[-clip_val, clip_val]`."""
-    parameters = owned(optimizer)
-    if scaler is not None:
-        scaler.unscale(optimizer)
-    torch.nn.utils.clip_grad_value_(parameters, clip_val)
-    note(parameters)
+    owned(optimizer)
+    clipping.clip_value(optimizer, clip_val, runtime.loss_scaler)
 
 
 NOT_AVERAGED = (

@@ -4,31 +4,52 @@ FairScale's OSS assigns parameters to ranks, ShardedDataParallel reduces each gr
 et al., 2020; Rajbhandari et al., SC 2020). The optimizer is the user's own: after a synchronised backward a rank has
 gradients of the parameters that it owns, and None for others, so the optimizer steps, and has state for, only those; a
 hook on its `step` then broadcasts the new values. `optimizer.state_dict()` is a collective that gathers the state.
+
+Note [Traps of FairScale closed here]
+- Reduce buffers lose track of `zero_grad(set_to_none=True)`, torch's default, and train wrongly: none are used.
+- A second backward after one forward is not reduced: reduction is prepared before every backward.
+- An averaged gradient is averaged again, hence too small, when another backward accumulates into it: it is stored
+  elsewhere meanwhile.
+- A parameter without a gradient shifts the order in which gradients are matched: that raises.
+- `OSS.clip_grad_norm` caches which parameters had gradients at its first call: not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, final
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any, ClassVar, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.fairscale.changed_gradients import note_all
+from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.fairscale.library import (
+    LATE,
     NEEDS_ALL,
+    NOT_AVERAGED,
+    SHARDED,
+    UNUSED,
     clip_norm,
     clip_value,
+    look_up,
     refuse_optimizers,
     refuse_wrapped,
+    root_logger_untouched,
     why_not,
 )
-from fabric.strategies.fairscale.oss import FairScaleShardedGradientSync, NoOwnersGradientSync
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.module.buffers import broadcast_from_rank_zero
+from fabric.strategies.gradients.call_module import CallModule
+from fabric.strategies.gradients.in_shards import InShards
+from fabric.strategies.gradients.optimizer_modes import broadcast_after_modes
+from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.module.added_parameters import AddedParameters
+from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.prepared import Prepared
@@ -36,7 +57,9 @@ from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.owners import OwnersState
 from fabric.strategies.target import Target, releases
+from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.parameters import name_some, parameters_of
+from fabric.strategies.undo import replace_attributes, undo_all
 
 
 @final
@@ -71,19 +94,16 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
         refuse_wrapped("ddp_sharded", module)
         refuse_sparse_layers("ddp_sharded", module)
         refuse_optimizers("ddp_sharded", optimizers, (), flat=False)
-        if runtime.loss_scaler is not None:
-            runtime.loss_scaler.when_rescaled = note_all
         broadcast_from_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])
-        if not optimizers:
-            return replica(runtime, module, optimizers, NoOwnersGradientSync(module))
-        sync = FairScaleShardedGradientSync(
-            runtime.collective, module, optimizers, broadcast_buffers=self.broadcast_buffers
-        )
+        state = OwnersState(runtime.collective)
+        if not optimizers:  # nothing is trained
+            return replace(replica(runtime, module, optimizers), state=state)
+        sync = FairScaleShardedGradientSync(runtime.collective, module, optimizers, self.broadcast_buffers)
         return replace(
             replica(runtime, module, optimizers, sync),
-            clip_norm=partial(clip_norm, owned=sync.owned, collective=runtime.collective, scaler=runtime.loss_scaler),
-            clip_value=partial(clip_value, owned=sync.owned, scaler=runtime.loss_scaler),
-            state=OwnersState(runtime.collective),
+            clip_norm=partial(clip_norm, owned=sync.owned, runtime=runtime),
+            clip_value=partial(clip_value, owned=sync.owned, runtime=runtime),
+            state=state,
         )
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
@@ -96,10 +116,9 @@ def _refuse_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> No
     seen: set[Tensor] = set()
     for optimizer in optimizers:
         parameters, word = parameters_of(optimizer), type(optimizer).__name__
-        strangers = sum(parameter not in names for parameter in parameters)
-        if strangers:
+        if any(parameter not in names for parameter in parameters):
             raise ValueError(
-                f"`{word}` holds {strangers} parameters that are not of `{type(module).__name__}`. Under "
+                f"`{word}` holds parameters that are not of `{type(module).__name__}`. Under "
                 "`strategy='ddp_sharded'` an optimizer is set up with the one model whose parameters it holds: make "
                 "one for each model, and write `fabric.setup(model, optimizer)` for each."
             )
@@ -123,4 +142,223 @@ _LATER = (
     "`fabric.setup_optimizers(...)` under `strategy='ddp_sharded'`: which rank owns a parameter is decided when its "
     "model is set up, from the optimizer that holds it. Make the optimizer first, and write `model, optimizer = "
     "fabric.setup(model, optimizer)`."
+)
+
+
+@final
+class FairScaleShardedGradientSync(GradientSync):
+    """The owner of each parameter of one model, and which gradients are averaged."""
+
+    def __init__(
+        self, collective: Collective, module: nn.Module, optimizers: Sequence[Optimizer], broadcast_buffers: bool
+    ) -> None:
+        look_up(SHARDED)
+        from fairscale.nn.data_parallel import ShardedDataParallel
+        from fairscale.optim import OSS
+
+        self.collective, self.rank, self.module = collective, collective.rank, module
+        self.buffered = list(module.modules()) if broadcast_buffers else []
+        with root_logger_untouched():
+            self.shards = {
+                # The optimizer of a shard is the user's own. OSS makes its group dictionaries from these.
+                optimizer: OSS(
+                    [{"params": list(group["params"])} for group in optimizer.param_groups],
+                    optim=lambda groups: SimpleNamespace(param_groups=groups),
+                )
+                for optimizer in optimizers
+            }
+            self.parallel = ShardedDataParallel(
+                CallModule(module),
+                list(self.shards.values()),
+                broadcast_buffers=False,  # done after forward, so that an evaluation finds equal ones
+                sync_models_at_startup=False,
+                reduce_buffer_size=0,  # see Note [Traps of FairScale closed here]
+                auto_refresh_trainable=False,
+            )
+        self.owner: dict[Tensor, int] = {}
+        for shard in self.shards.values():
+            self.owner.update(shard._param_to_rank)
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        self.added_parameters = AddedParameters(module, unfrozen=False)
+        self.averages: set[Tensor] = set()
+        self.is_stepping = False
+        """Whether a step runs, with a closure that may call backward."""
+        self.in_buckets: dict[Tensor, Tensor] = {}
+        """The memory of each parameter, in the buckets that FairScale broadcasts after a step."""
+        self.trainable: list[bool] = []
+        self._refresh_trainable()
+        self.detach = undo_all(undo for optimizer in optimizers for undo in self._attach(optimizer))
+
+    # Around forward and backward
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward: through ShardedDataParallel, with buffers broadcast from rank 0, if gradients are computed."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        self.added_parameters.refuse(LATE)
+        self._refresh_trainable()
+        output = self.parallel(function, args, kwargs)
+        if self.synced:
+            broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
+        return output
+
+    def set_synced(self, synced: bool) -> None:
+        """False: backward accumulates gradients of this rank, without communication."""
+        self.synced = synced
+        self.parallel._should_accumulate_grads = not synced
+
+    def watch(self) -> Finish:
+        """Prepare the reduction of the next backward; returns a post-backward hook that checks its result."""
+        self._hide_others()
+        self.parallel._clear_counters()
+        aside = [(parameter, parameter.grad) for parameter in self.averages if parameter.grad is not None]
+        self.averages = {parameter for parameter, _ in aside}  # those of other owners were discarded since
+        for parameter, _ in aside:
+            parameter.grad = None
+        if not self.synced:
+            return partial(self._check_unsynced, aside)
+        self.parallel._bucket_flush_callback_set = True  # FairScale need not wait for the messages: the check does
+        return partial(self._check_synced, aside)
+
+    @torch.no_grad()
+    def _check_synced(self, aside: list[tuple[Tensor, Tensor]]) -> None:
+        waiting = self.parallel._grad_to_be_reduced
+        reduced = [p for p, waits in zip(self.parallel._trainable_params, waiting, strict=True) if not waits]
+        if reduced and any(waiting):  # before waiting for reductions: those of other ranks may be of other parameters
+            self.parallel._work_handles.clear()
+            missing = [
+                n for p, n in self.names.items() if p in self.owner and p.requires_grad and p not in set(reduced)
+            ]
+            word = type(self.module).__name__
+            raise RuntimeError(UNUSED.format(count=len(missing), name=word, some=name_some(missing)))
+        self.parallel._consume_work_handles()
+        for parameter, average in aside:
+            parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
+        for parameter in reduced:
+            owner = self.owner[parameter]
+            if owner == self.rank:
+                self.averages.add(parameter)
+            elif not self.is_stepping and parameter.grad is None:
+                parameter.grad = InShards(parameter, _ELSEWHERE.format(owner=owner))
+
+    @torch.no_grad()
+    def _check_unsynced(self, aside: list[tuple[Tensor, Tensor]]) -> None:
+        for parameter, average in aside:
+            if parameter.grad is None:
+                parameter.grad = average
+            else:  # so that the mean over ranks is the former average plus the mean of the new gradients
+                parameter.grad.add_(average, alpha=self.collective.size)
+                self.averages.discard(parameter)
+
+    def _refresh_trainable(self) -> None:
+        """Reduce the gradients of parameters that require gradients now."""
+        trainable = [parameter.requires_grad for parameter in self.owner]
+        if trainable != self.trainable:
+            self.trainable = trainable
+            self.parallel._grad_to_be_reduced = []
+            with root_logger_untouched(), torch.enable_grad():
+                self.parallel.refresh_trainable()
+            self.in_buckets = {parameter: parameter.detach() for parameter in self.owner}
+
+    # Around the optimizer
+
+    def owned(self, optimizer: Optimizer) -> list[Tensor]:
+        """The parameters of an optimizer that this rank owns. Raises RuntimeError if a gradient was not averaged."""
+        mine = []
+        for parameter in parameters_of(optimizer):
+            owner = self.owner.get(parameter)
+            if owner == self.rank:
+                mine.append(parameter)
+            elif owner is None:
+                raise RuntimeError(_WITHOUT_OWNER.format(optimizer=type(optimizer).__name__))
+            elif parameter.grad is not None and not isinstance(parameter.grad, InShards):
+                raise RuntimeError(NOT_AVERAGED.format(optimizer=type(optimizer).__name__))
+        return mine
+
+    def _hide_others(self) -> None:
+        """Remove the placeholders of gradients that other ranks have."""
+        for parameter in self.owner:
+            if isinstance(parameter.grad, InShards):
+                parameter.grad = None
+
+    def _attach(self, optimizer: Optimizer) -> list[Callable[[], None]]:
+        self._drop_others(optimizer)
+        return [
+            optimizer.register_step_pre_hook(self._before_step).remove,
+            optimizer.register_step_post_hook(self._after_step).remove,
+            optimizer.register_state_dict_post_hook(self._gather_state).remove,
+            replace_attributes(
+                optimizer, load_state_dict=partial(self._load_owned, optimizer, optimizer.load_state_dict)
+            ),
+            broadcast_after_modes(optimizer, partial(self._after_mode, optimizer)),
+        ]
+
+    def _drop_others(self, optimizer: Optimizer) -> None:
+        for parameter in [each for each in optimizer.state if self.owner[each] != self.rank]:
+            del optimizer.state[parameter]
+
+    def _after_mode(self, optimizer: Optimizer) -> None:
+        self._drop_others(optimizer)  # the optimizer has looked for it
+        self._broadcast(optimizer)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.owned(optimizer)
+        self._hide_others()
+        self.is_stepping = True
+        self._refresh_trainable()  # the step is broadcast for those that are trained now
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.is_stepping = False
+        self._broadcast(optimizer)
+
+    @torch.no_grad()
+    def _broadcast(self, optimizer: Optimizer) -> None:
+        """Broadcast new values from the owners, after copying parameters that were given other memory
+        (`parameter.data = other`) back to that of the buckets."""
+        for parameter, kept in self.in_buckets.items():
+            if parameter.data_ptr() != kept.data_ptr():
+                parameter.data = kept.copy_(parameter)
+        self.shards[optimizer]._broadcast_params()
+
+    def _gather_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state of all ranks in torch's own format, as copies on the CPU. Ranks: all call it."""
+        own = map_only_tensors(lambda tensor: tensor.to("cpu", copy=True), state_dict["state"])
+        parts = [
+            self.collective.broadcast_object(own if rank == self.rank else None, src=rank)
+            for rank in range(self.collective.size)
+        ]
+        whole = {index: state for part in parts for index, state in part.items()}
+        return {**state_dict, "state": dict(sorted(whole.items()))}
+
+    def _load_owned(
+        self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
+    ) -> None:
+        """Load the state of the parameters that this rank owns. Not by a hook: an optimizer whose own
+        `load_state_dict` calls that of torch would read the whole of it afterwards."""
+        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        owners = {index: self.owner[p] for index, p in zip(indices, parameters_of(optimizer), strict=False)}
+        own = {index: state for index, state in state_dict["state"].items() if owners.get(index) == self.rank}
+        load({**state_dict, "state": own})
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.owner
+
+    def release(self) -> None:
+        """Remove the hooks, and give each parameter memory of its own. State stays on its owners."""
+        self._hide_others()
+        self.detach()
+        for handle in self.parallel._grad_hooks:
+            handle.remove()
+        for parameter in self.owner:
+            parameter.data = parameter.data.clone()
+
+
+_WITHOUT_OWNER = (
+    "`{optimizer}` was given parameters after `fabric.setup`, which no rank owns. Add all parameter groups before "
+    "`fabric.setup(model, optimizer)`."
+)
+_ELSEWHERE = (
+    "of a parameter that rank {owner} owns: under `strategy='ddp_sharded'` the averaged gradient is on that rank "
+    "alone. For the norm of all gradients, or to clip, call `fabric.clip_gradients(model, optimizer, "
+    "max_norm=...)`; to read gradients, pass `strategy='ddp'`."
 )

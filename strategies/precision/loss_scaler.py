@@ -58,8 +58,6 @@ class LossScaler:
         self._stepped = False
         self._overflowed = False
         self._known: dict[Optimizer, _Gradients] = {}
-        self.when_rescaled: Callable[[Optimizer], None] = lambda optimizer: None
-        """Called after the gradients of an optimizer were multiplied."""
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
         """Make `optimizer.step()` unscale its gradients, or skip; `optimizer.step_was_skipped` shows which it did.
@@ -137,7 +135,6 @@ class LossScaler:
             if present:
                 torch._foreach_mul_(present, scale / gradients.scale)
             gradients.scale = scale
-            self.when_rescaled(optimizer)
 
     def _gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -804,7 +804,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
 
 NOT_FOUND: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fsdp", "model_parallel"), ("weights assigned through .data",)),
-    "ddp_fully_sharded": ("weights changed in forward",),
+    "ddp_fully_sharded": ("weights changed in forward", "rows of weights changed in place"),
     "deepspeed_stage_3": (
         "weights changed in forward",
         "weights changed in place",
@@ -862,14 +862,13 @@ SENTENCES = {
     ("ddp", "steps within backward"): "`SGD.step()` within a backward, in a hook of a parameter of `Sequential`",
     ("ddp_fully_sharded", "steps within backward"): "its gradient is averaged over the ranks later",
     ("fsdp", "gradient penalty of the same forward"): "out of bounds for storage of size 0",
-    ("ddp_fully_sharded", "gradient penalty of the same forward"): "out of bounds for storage of size 0",
     ("deepspeed_stage_2", "layerwise optimizer"): "`Layerwise` in `setup` uses whole tensors, but ZeRO passes",
     ("ddp_fully_sharded", "layerwise optimizer"): "cannot run `Layerwise`: each rank has a part of the gradients",
     (
         "ddp_sharded",
         "optimizer with the norm of all gradients",
     ): "`WithGlobalNorm` is not known to compute the update of each",
-    ("ddp_fully_sharded", "gradients read"): "outside of forward each rank has a part of each tensor",
+    ("ddp_fully_sharded", "gradients read"): "each rank has a shard of each gradient",
     ("deepspeed_stage_1", "gradients read"): "of a gradient that DeepSpeed keeps, in shards or not averaged yet",
     ("fsdp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
     ("fsdp", "optimizer from before setup"): "has replaced the parameters of `FSDPSequential`",

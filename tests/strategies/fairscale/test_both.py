@@ -436,8 +436,8 @@ def test_unsupported_uses_raise_on_every_rank(name: str) -> None:
     assert "RuntimeError: `AdamW` holds gradients that were not averaged over the ranks" in reported["step"]
     assert reported["clip"] == reported["step"]
     assert "RuntimeError: 2 parameters of `Net` ('scale', 'last.weight') got no gradient" in reported["unused"]
-    assert "ValueError: `norm_type=0` of gradients in shards" in reported["norm"]
-    assert "RuntimeError: The norm of order 2 of the gradients over all ranks is nan" in reported["nan"]
+    assert "ValueError: `norm_type=0.0` over shards" in reported["norm"]
+    assert "RuntimeError: The gradients' total norm of order 2.0 is nan, so they cannot be clipped" in reported["nan"]
     assert reported["nan allowed"] == "no error"
     assert "cannot run `LBFGS`: each rank has a part of the gradients" in reported["lbfgs"]
 

@@ -154,6 +154,38 @@ def call_a_submodule(fabric: Fabric) -> tuple[str, Tensor, str]:
     return reported, difference, sentence(lambda: model.linear(torch.ones(2, 3)))
 
 
+def gradients(fabric: Fabric) -> dict[str, Any]:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2)
+    model = fabric.setup(net)
+    groups = [[each for each in model.parameters() if (each.ndim > 1) == is_matrix] for is_matrix in (True, False)]
+    by_shape = SGD([{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1]}], lr=0.1)
+    found = {"groups": sentence(fabric.setup_optimizers, by_shape)}
+    optimizer = fabric.setup_optimizers(SGD(model.parameters(), lr=1.0))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fabric.backward(model(torch.ones(1, 3)).sum())
+    gradient: Any = model.weight.grad
+    found["norm"] = sentence(gradient.norm)
+    found["clip"] = sentence(nn.utils.clip_grad_norm_, model.parameters(), 1.0)
+    found["squares"] = sentence(lambda: (gradient**2).sum())
+    gradient.mul_(0.5)
+    nn.utils.clip_grad_value_(model.parameters(), 0.25)
+    optimizer.step()
+    found["after the step"] = sentence(gradient.norm)
+    found["differences"] = [(before[name] - value).unique() for name, value in model.state_dict().items()]
+    return found
+
+
+@pytest.mark.slow
+def test_gradients_are_changed_by_element_and_what_reads_a_shard_as_a_whole_raises() -> None:
+    found = Fabric(accelerator=ACCELERATOR, strategy=STRATEGY, devices=2).launch(gradients)
+    assert "ValueError: `SGD` has a parameter group without parameters" in found["groups"]
+    for read in ("norm", "clip", "squares", "after the step"):
+        assert "each rank has a shard of each gradient, and the result would be that of the shard" in found[read]
+    for difference in found["differences"]:
+        torch.testing.assert_close(difference, torch.full_like(difference, 0.25))
+
+
 @pytest.mark.slow
 def test_a_submodule_called_by_itself_says_which_method_to_mark() -> None:
     reported, difference, again = Fabric(accelerator=ACCELERATOR, devices=2, strategy=STRATEGY).launch(call_a_submodule)

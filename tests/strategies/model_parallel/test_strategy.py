@@ -357,8 +357,6 @@ def test_a_model_on_the_meta_device_that_the_function_shards_trains_as_in_one_pr
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-
-
 REFUSED = {
     "unused": (
         ModelParallelStrategy(parallelize_fn=leave_whole, tensor=2),
