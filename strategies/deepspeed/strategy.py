@@ -31,7 +31,7 @@ from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, clo
 from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
 from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.gradients.elementwise import is_independent, refuse_dependent, refuse_without_hooks
+from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_without_hooks
 from fabric.strategies.gradients.optimizer_modes import has_modes
 from fabric.strategies.gradients.sync import LocalGradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
@@ -327,8 +327,6 @@ def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Opti
             continue
         refuse_without_hooks([optimizer])
         refuse_dependent([optimizer], _DEPENDENT, flat=True)
-        if is_independent(optimizer, flat=True) is None:
-            runtime.report(_FLAT.format(name=type(optimizer).__name__))
 
 
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Lamb", "Muon", "OneBitLamb", "SparseAdam", "ZeroOneAdam")
@@ -358,11 +356,6 @@ _DEPENDENT = (
     "`{optimizer}` in `setup` uses whole tensors, but ZeRO passes an optimizer slices of one flat tensor, so the "
     "results would differ. Use one that updates each element independently (SGD, Adam, "
     "AdamW, RMSprop), or `strategy='ddp'` or 'fsdp'."
-)
-_FLAT = (
-    "ZeRO passes `{name}` slices of one flat tensor. That is right for an optimizer that updates each element "
-    "independently, and silently wrong for one that uses whole tensors or their shapes. Whether it does could not be "
-    "tried on small tensors: its step needs a closure, draws random numbers, or raises there."
 )
 _IN_SHARDS = (
     "Stage 3 shards the parameters of a prepared module, so it cannot be copied or pickled on one rank. Copy the "

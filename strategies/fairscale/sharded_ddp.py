@@ -44,12 +44,11 @@ from fabric.strategies.fairscale.library import (
     why_not,
 )
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.gradients.call_module import CallModule
-from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.gradients.optimizer_modes import broadcast_after_modes
+from fabric.strategies.gradients.reducer import CallModule
 from fabric.strategies.gradients.sync import Finish, GradientSync
-from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.prepared import Prepared
@@ -57,6 +56,7 @@ from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.owners import OwnersState
 from fabric.strategies.target import Target, releases
+from fabric.strategies.tensors.in_shards import InShards
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.parameters import name_some, parameters_of
 from fabric.strategies.undo import replace_attributes, undo_all
