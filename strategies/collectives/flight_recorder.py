@@ -110,4 +110,4 @@ def _operation(entry: Mapping[str, Any]) -> str:
 
 
 def _dtype(name: str) -> str:
-    return str(_UNNAMED.get(name) or getattr(torch, name.lower(), name)).removeprefix("torch.")
+    return str(_UNNAMED.get(name) or vars(torch).get(name.lower(), name)).removeprefix("torch.")

@@ -276,7 +276,7 @@ class DeviceLoader:
     def _counted(self, batches: Iterator[Any], iteration: Iteration, order: Order, opened: Epoch) -> Iterator[Any]:
         """Yield the batches, and count them: in the iteration, as `Iteration.record` does, and in the order."""
         index, progress, draw_apart = self._reading.index, self._reading.progress, self._reading.draw_apart
-        agreed, repeated, is_watched = iteration.agreed, iteration.repeated, iteration.is_watched
+        agreed, repeated = iteration.agreed, iteration.repeated
         with iteration.opened():
             first = list(islice(batches, 1))
             epoch, before = self._read_epoch(order, opened), order.standing
@@ -294,7 +294,7 @@ class DeviceLoader:
                     iteration.num_batches += 1
                     if draw_apart is not None:
                         draw_apart()
-                    if is_watched or repeated.is_used:
+                    if agreed is not None or repeated.is_used or progress.note_batch is not None:
                         iteration.receive(batch)
                     yield batch
                 is_biased = epoch.has_unequal and progress.num_unweighted != num_unweighted

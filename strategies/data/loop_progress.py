@@ -73,7 +73,7 @@ class Iteration:
         self._progress = LoopProgress() if progress is None else progress
         self.agreed = agreed
         self.repeated = self._progress.repeated if trains else RepeatedBatches()
-        self._note = self._progress.note_batch if trains else None
+        self._trains = trains
         self.num_batches = 0
         self.is_complete = False
         """Whether the iteration has raised StopIteration in the loop."""
@@ -117,11 +117,11 @@ class Iteration:
 
     def record(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches, and count them."""
-        repeated, is_watched = self.repeated, self.is_watched
+        agreed, repeated, progress = self.agreed, self.repeated, self._progress
         with self.opened():
             for batch in batches:
                 self.num_batches += 1
-                if is_watched or repeated.is_used:
+                if agreed is not None or repeated.is_used or progress.note_batch is not None:
                     self.receive(batch)
                 yield batch
             self.end()
@@ -137,15 +137,10 @@ class Iteration:
                 self._leave(False)
             self.repeated.end(self)
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether `receive` must be called with each batch, also while `repeated.is_used` is False."""
-        return self.agreed is not None or self._note is not None
-
     def receive(self, batch: Any) -> None:
-        """Report a batch that the loop receives."""
-        if self._note is not None:
-            self._note(batch, self)
+        """Report a batch that the loop receives. Called where ranks agree, one is repeated, or a check wants it."""
+        if self._trains and self._progress.note_batch is not None:
+            self._progress.note_batch(batch, self)
         factor = 1.0 if self.agreed is None else self.agreed.factors.popleft()
         if self.repeated.is_used:
             self.repeated.receive(self, factor)
