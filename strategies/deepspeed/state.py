@@ -237,14 +237,27 @@ class ZeroState(StateAccess):
 
 
 def _module_state(module: nn.Module, entry: Callable[[Tensor], Any]) -> dict[str, Any]:
-    """The state of a module with `entry` of each tensor, called once for a tied one, which is one in the file as
-    well."""
+    """The state of a module with `entry` of each tensor, called once for a tied one, which is one in the file as well.
+
+    Raises: RuntimeError: a hook computed an entry from a sharded parameter, which is empty here.
+    """
     read = cache(entry)
     state = module.state_dict(keep_vars=True)
+    own = {id(each) for each in (*module.parameters(), *module.buffers())}
+    is_in_shards = any(map(is_sharded, module.parameters()))
     for name, value in state.items():
         if isinstance(value, Tensor):
+            if is_in_shards and not value.numel() and id(value) not in own:
+                raise RuntimeError(_COMPUTED.format(name=name, model=type(module).__name__))
             state[name] = read(value)
     return state
+
+
+_COMPUTED = (
+    "{name!r} in the state of `{model}` was computed from a parameter, by a hook or by `_save_to_state_dict`, but at "
+    "ZeRO stage 3 parameters are in shards then. Leave the parameter as it is there, and convert it when it is loaded; "
+    "or use `strategy='deepspeed_stage_2'`."
+)
 
 
 def is_sharded(tensor: Tensor) -> bool:

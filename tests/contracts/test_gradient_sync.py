@@ -70,8 +70,8 @@ TECHNIQUES: dict[str, tuple[int, Callable[[], Strategy], str]] = {
     "manual": (2, partial(ManualStrategy, parallelize=averaged), "ManualGradientSync"),
     "ddp_sharded": (2, partial(make_strategy, "ddp_sharded"), "FairScaleShardedGradientSync"),
     "ddp_fully_sharded": (2, partial(make_strategy, "ddp_fully_sharded"), "FairScaleFSDPGradientSync"),
-    "deepspeed_1": (2, partial(DeepSpeedStrategy, stage=1), "DeepSpeedGradientSync"),
-    "deepspeed_3": (2, partial(DeepSpeedStrategy, stage=3), "DeepSpeedGradientSync"),
+    "deepspeed_1": (2, partial(DeepSpeedStrategy, stage=1), "Engine"),
+    "deepspeed_3": (2, partial(DeepSpeedStrategy, stage=3), "Engine"),
 }
 """Ranks, how the strategy is made, and the class that it must make. Those over Horovod and XLA run in environments of
 their own (`tests/over_horovod`, `tests/xla`), and a pipeline runs its own schedule (`pipeline/test_schedule.py`)."""

@@ -23,7 +23,7 @@ NUM_FIRST_STEPS = 5
 
 # Of one rank, at every size, with what the backend itself sends.
 MESSAGES = {
-    "ddp": {"setup": 7, "loader": 3, "batch": 0, "step": 3, "clip": 0, "all_reduce": 2, "barrier": 1},
+    "ddp": {"setup": 3, "loader": 3, "batch": 0, "step": 3, "clip": 0, "all_reduce": 2, "barrier": 1},
     "fsdp": {"setup": 3, "loader": 3, "batch": 0, "step": 6, "clip": 1, "all_reduce": 2, "barrier": 1},
     "deepspeed_stage_2": {"setup": 9, "loader": 3, "batch": 0, "step": 6, "clip": 1, "all_reduce": 2, "barrier": 1},
 }
@@ -131,7 +131,7 @@ def test_the_messages_of_a_rank_do_not_grow_with_the_number_of_ranks(
         for rank, found in enumerate(run_world(size, counts, strategy, str(tmp_path))):
             messages, requests = ({what: each[i] for what, each in found.items()} for i in (0, 1))
             assert {what: messages[what] for what in limits} == limits, (size, rank)
-            assert (messages["save"] <= 8, messages["load"] <= 9) == (True, True), (size, rank)
+            assert (messages["save"] <= 8, messages["load"] <= 10) == (True, True), (size, rank)
             # gloo connects all pairs of ranks, and reads the address of each.
             assert requests["launch"] <= 6 + 2 * size, (size, rank)
             assert not any(

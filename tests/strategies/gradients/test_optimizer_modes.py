@@ -150,10 +150,3 @@ def test_an_optimizer_whose_state_cannot_be_divided_is_refused_in_setup(
     strategy: Strategy | str, name: str, part: str
 ) -> None:
     Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver").launch(set_up, name, part)
-
-
-def test_an_optimizer_whose_state_has_another_form_is_refused_where_it_is_saved(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"`Lookahead.state_dict\(\)` has 'base', and not 'state' and 'param_groups'"):
-        Fabric(accelerator=ACCELERATOR, devices=1).save(
-            tmp_path / "saved", {"optimizer": Lookahead(SGD(nn.Linear(1, 1).parameters()))}
-        )

@@ -131,7 +131,7 @@ def pickled(fabric: Fabric) -> bool:
     """Whether a copy of a model in an engine can be pickled, and the model itself raises."""
     net = nn.Linear(3, 2)
     model, _ = fabric.setup(net, SGD(net.parameters(), lr=0.1))
-    with pytest.raises(RuntimeError, match=r"refer to DeepSpeed's process groups.*Pickle a copy"):
+    with pytest.raises(TypeError, match="cannot pickle"):
         pickle.dumps(model)
     loaded = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     return torch.equal(loaded(torch.ones(1, 3)), model(torch.ones(1, 3)))
