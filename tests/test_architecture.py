@@ -69,6 +69,13 @@ ENVIRONMENT = {
     "strategies/deepspeed/library.py": "takes back what DeepSpeed writes",
 }
 
+PATCHED = {
+    # While a module of DeepSpeed is imported, which would compile functions: two seconds on every rank.
+    "strategies/deepspeed/library.py": ["compiler.compile", "compiler.compile"]
+}
+SETTINGS = ("sys.", "torch.backends.")
+"""Where Python and torch document assignments."""
+
 COLLECTIVE = re.compile(
     r"(all_gather|all_reduce|all_to_all|barrier|broadcast|gather|irecv|isend|monitored_barrier|recv|reduce|"
     r"reduce_scatter|scatter|send)(_\w+)?"
@@ -285,6 +292,42 @@ def test_the_layer_of_the_user_never_asks_which_strategy_it_has() -> None:
         and re.search(r"\w+Strategy\b", ast.unparse(node.args[1]))
     ]
     assert not wrong
+
+
+def replaced_in(path: Path) -> list[str]:
+    """Assignments to attributes of other packages' modules and classes, and to classes of objects."""
+    imported = {
+        (alias.asname or alias.name).split(".")[0]
+        for node in nodes_of(path)
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and layer_of(node.module or "") is None)
+        for alias in node.names
+    }
+    targets = [
+        target
+        for node in nodes_of(path)
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete)
+        for target in (node.targets if isinstance(node, ast.Assign | ast.Delete) else [node.target])
+    ]
+    targets += [
+        node
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "object.__setattr__")
+    ]
+    found = []
+    for target in targets:
+        attribute = target.args[0] if isinstance(target, ast.Call) else target
+        root: ast.AST = attribute
+        while isinstance(root, ast.Attribute | ast.Subscript):
+            root = root.value
+        is_attribute = isinstance(target, ast.Call) or isinstance(attribute, ast.Attribute)
+        is_of_a_package = isinstance(root, ast.Name) and root.id in imported and is_attribute
+        if is_of_a_package or (isinstance(attribute, ast.Attribute) and attribute.attr in ("__class__", "__code__")):
+            found.append(ast.unparse(target))
+    return [words for words in found if not words.startswith(SETTINGS)]
+
+
+def test_nothing_of_another_package_is_patched_and_no_object_changes_its_class() -> None:
+    assert {named(path): found for path in sources() if (found := replaced_in(path))} == PATCHED
 
 
 def test_prepared_is_made_in_one_place() -> None:

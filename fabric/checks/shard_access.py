@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 @final
-class ShardAccess(TorchDispatchMode):
+class ShardAccess(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees each operation on a DTensor from `begin` to `end`, which the same thread calls."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._copies: dict[int, DTensor] = {}
         """Slices that are copies, by their ids."""
 
     def begin(self) -> None:
         """Look from now on, unless the program has entered a mode of its own, which it could not leave any more."""
         if current_dispatch_mode() is None:
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Look no longer."""
