@@ -67,7 +67,6 @@ BOUND: Names = {
     },
     "torch._C._functorch": {"maybe_current_level": "whether a transform of torch.func is running"},
     "torch.autograd:Variable": {"_execution_engine": "`queue_callback`: what runs when a backward ends; no hook does"},
-    "torch.utils._python_dispatch": {"_get_current_dispatch_mode": "a mode that is not the last one cannot be left"},
 }
 """Checked where a file imports one of the functions below."""
 
@@ -102,7 +101,6 @@ require_compiler = cache(partial(require, "torch", TESTED, COMPILED))
 
 _FUNCTIONS = {
     "current_graph_task_id": "torch._C:_current_graph_task_id",  # of this thread; -1 outside of a backward
-    "current_dispatch_mode": "torch.utils._python_dispatch:_get_current_dispatch_mode",  # the innermost; or None
     "transform_level": "torch._C._functorch:maybe_current_level",  # None outside of transforms of torch.func
     "disabled_torch_function_impl": "torch._C:_disabled_torch_function_impl",
     "after_backward": "torch.autograd:Variable._execution_engine.queue_callback",  # within one: runs when it has ended

@@ -7,7 +7,6 @@ assignment or for the time of a `torch.func.functional_call`, are not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -34,21 +33,13 @@ def is_compiled(loss: Tensor) -> bool:
 
 @final
 class ForwardWeights:
-    """Hooks on the modules of one model: before the first forward hook of `fully_shard`, and before its last.
+    """Hooks on the modules of one model: before the first forward hook of `fully_shard`, and before its last."""
 
-    `on_forward`: called before each forward.
-    """
-
-    def __init__(self, model: nn.Module, on_forward: Callable[[], None]) -> None:
-        self._model, self._on_forward = model, on_forward
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._before: dict[nn.Module, dict[str, Tensor]] = {}
         """The parameters before forward, by their module and name."""
         self._hooks: list[RemovableHandle] = []
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether forwards are compared: the model is sharded."""
-        return bool(self._hooks)
 
     def attach(self) -> None:
         """Compare in each forward from the next one on. Nothing to do for a model without shards."""
@@ -64,11 +55,16 @@ class ForwardWeights:
         self._before.clear()
 
     def _note(self, model: nn.Module, args: Any) -> None:
-        self._on_forward()
+        if torch.compiler.is_compiling():  # by a backend of which the graph of the loss shows nothing
+            return
         self._before = {module: dict(module.named_parameters(recurse=False)) for module in model.modules()}
 
-    @torch.no_grad()
     def _compare(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._compare_parameters(module)
+
+    @torch.no_grad()
+    def _compare_parameters(self, module: nn.Module) -> None:
         before = self._before.get(module, {})
         for name, gathered in module.named_parameters(recurse=False):
             parameter = before.get(name, gathered)

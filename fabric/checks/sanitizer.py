@@ -30,7 +30,6 @@ from fabric.checks.agreement import Fact, Losses, SanitizerError, Value, compare
 from fabric.checks.check import Check, Moments
 from fabric.checks.facts import Parameters, gradients_of, names_in, options_of, weights_and_states
 from fabric.checks.forward_weights import ForwardWeights, is_compiled
-from fabric.checks.shard_access import ShardAccess
 from fabric.checks.steps import StepCounter
 from fabric.checks.unaveraged import UnaveragedOptimizers
 from fabric.strategies.checkpoint.state import StateAccess
@@ -163,7 +162,6 @@ class _Watch(Check):
         self._whole: list[Prepared] = []
         """Those of which each rank has all gradients."""
         self._forward_weights: list[ForwardWeights] = []
-        self._shard_access = ShardAccess()
         self._access: dict[Optimizer, StateAccess] = {}
         self.reads_same_data = runtime.share.count != runtime.world.size
         self._collectives: ExitStack | None = None
@@ -195,7 +193,7 @@ class _Watch(Check):
         self._models.append((model, dict(model.module.named_parameters(remove_duplicate=False))))
         if has_whole_gradients:
             self._whole.append(model)
-        self._forward_weights.append(ForwardWeights(model.module, self._shard_access.end))
+        self._forward_weights.append(ForwardWeights(model.module))
 
     def add_optimizers(self, optimizers: Mapping[Optimizer, StateAccess]) -> None:
         """Compare their options and states, too."""
@@ -208,7 +206,6 @@ class _Watch(Check):
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self.compare_collectives()
-        self._shard_access.end()
         if not is_compiled(loss):
             for each in self._forward_weights:
                 each.attach()
@@ -228,8 +225,6 @@ class _Watch(Check):
             number = float(loss.detach().sum())
             data, self._batches = self._batches or number.hex(), ""
             self._judge(self._compare(number, data), data)
-            if any(each.is_attached for each in self._forward_weights):
-                self._shard_access.begin()
             self._end_if_over()
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -249,7 +244,6 @@ class _Watch(Check):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        self._shard_access.end()
         for each in self._forward_weights:
             each.remove()
 

@@ -254,54 +254,6 @@ def test_ranks_that_read_the_same_samples_are_reported_once(how: str, capfd: pyt
     assert heard.count(words) == (how != "said")
 
 
-def take_a_row(weight: Any) -> None:
-    weight.data[2].zero_()
-
-
-def take_a_part_of_a_row(weight: Any) -> None:
-    weight.data[1:3][0].mul_(2)
-
-
-def read_a_norm(weight: Any) -> float:
-    return float(weight.detach().norm())
-
-
-def read_the_largest(weight: Any) -> bool:
-    return bool((weight.detach() > 5).any())
-
-
-def use_it_rightly(weight: Any) -> None:
-    assert weight.detach().norm().full_tensor().item() > 0
-    weight.data[:, 1].mul_(2)
-    weight.data.t().mul_(2)
-    weight.grad.mul_(0.5)
-
-
-def access_shards(fabric: Fabric, access: Callable[[Any], object]) -> None:
-    model, optimizer = fabric.setup(*make())
-    for step in range(3):
-        fabric.backward(model(torch.ones(2, 4)).square().sum())
-        if step == 1:
-            access(model.weight)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.slow
-def test_a_shard_that_is_taken_for_the_whole_raises() -> None:
-    for access, words in (
-        (take_a_row, r"`zero_` writes to a slice of a sharded parameter, of shape \(4,\)"),
-        (take_a_part_of_a_row, r"`mul_` writes to a slice of a sharded parameter, of shape \(4,\)"),
-        (read_a_norm, "would be the number of this rank's shard"),
-        (read_the_largest, "would be the number of this rank's shard"),
-    ):
-        fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="fsdp", launcher="forkserver")
-        with pytest.raises(WorkerError, match=words):
-            fabric.launch(access_shards, access)
-    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="fsdp", launcher="forkserver")
-    fabric.launch(access_shards, use_it_rightly)
-
-
 def graphs_compiled(fabric: Fabric, is_compiled_before: bool) -> list[int]:
     """The number of graphs that the compiler has made, after each step."""
     from torch._dynamo.utils import counters
