@@ -28,7 +28,6 @@ from fabric.strategies.module.copies import IN_SHARDS, Hook, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.outputs import conceal, expose
 from fabric.strategies.module.parameter_rebinding import rebinding
 from fabric.strategies.module.prepare import prepared, with_precision
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
@@ -38,7 +37,7 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.fully_sharded import mark_gathering
+from fabric.strategies.sharding.fully_sharded import conceal_output, expose_output, mark_gathering
 from fabric.strategies.sharding.layout import refuse_cut
 from fabric.strategies.sharding.mesh import check_degrees
 from fabric.strategies.sharding.sharded_state import ShardedState
@@ -136,9 +135,9 @@ class FSDPStrategy(ProcessGroupStrategy):
                 unfilled.fill(part, runtime.device, runtime.collective)
                 if part in units:
                     # The hook of `fully_shard`, and no hook of the user's, sees what the first of these returns.
-                    hooks.append(part.register_forward_hook(Hook(_expose)))
+                    hooks.append(part.register_forward_hook(Hook(expose_output)))
                     self._shard(runtime, part, units)
-                    hooks.append(part.register_forward_hook(Hook(_conceal)))
+                    hooks.append(part.register_forward_hook(Hook(conceal_output)))
             unfilled.finish(inner, runtime.device, runtime.collective)
             if unfilled.was_empty and runtime.world.size > 1:
                 broadcast_from_rank_zero(runtime.collective, inner.buffers())
@@ -187,14 +186,6 @@ class FSDPStrategy(ProcessGroupStrategy):
             ),
             offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         )
-
-
-def _expose(unit: nn.Module, args: Any, output: Any) -> Any:
-    return None if isinstance(output, Tensor) else expose(output)  # None: as it is
-
-
-def _conceal(unit: nn.Module, args: Any, output: Any) -> Any:
-    return None if isinstance(output, Tensor) else conceal(output)
 
 
 _LEAVE_OUT = (

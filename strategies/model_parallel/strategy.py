@@ -44,7 +44,7 @@ from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.fully_sharded import mark_gathering, reshard_roots
+from fabric.strategies.sharding.fully_sharded import expose_outputs, mark_gathering, reshard_roots
 from fabric.strategies.sharding.layout import Parallelize, parallelize, refuse_cut
 from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, complete
 from fabric.strategies.sharding.sharded_state import ShardedState
@@ -145,7 +145,10 @@ class ModelParallelStrategy(ProcessGroupStrategy):
         mark = partial(mark_gathering, inner)
         path = ForwardPath(inner, with_precision(runtime, sync.forward), mark)
         is_sharded = any(as_sharded(parameter) is not None for parameter in inner.parameters())
-        ends = [refuse_copies(inner, IN_SHARDS)] if is_sharded else []
+        ends = [
+            *(hook.remove for hook in expose_outputs(inner)),
+            *([refuse_copies(inner, IN_SHARDS)] if is_sharded else []),
+        ]
         made = prepared(runtime, module if result is inner else result, optimizers, sync, path, *ends)
         return replace(made, state=ShardedState(runtime.world.rank))
 

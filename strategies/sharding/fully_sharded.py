@@ -13,8 +13,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import leave_uncompiled
 from fabric.strategies.module.outputs import conceal, expose
 from fabric.strategies.sharding.layout import fsdp_modules
@@ -36,6 +38,28 @@ def mark_gathering(module: nn.Module, method: str) -> None:
     object.__setattr__(module, method, _then(getattr(module, method), expose))
     register_fsdp_forward_method(module, method)
     object.__setattr__(module, method, _then(getattr(module, method), conceal))
+
+
+def expose_output(unit: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook before that of `fully_shard`, which looks for tensors in containers alone."""
+    return None if isinstance(output, Tensor) else expose(output)  # None: as it is
+
+
+def conceal_output(unit: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook after that of `fully_shard`: the output as the module returned it."""
+    return None if isinstance(output, Tensor) else conceal(output)
+
+
+def expose_outputs(module: nn.Module) -> list[RemovableHandle]:
+    """Register both hooks around those of the units that the user's function has made."""
+    return [
+        hook
+        for unit in fsdp_modules(module)
+        for hook in (
+            unit.register_forward_hook(Hook(expose_output), prepend=True),
+            unit.register_forward_hook(Hook(conceal_output)),
+        )
+    ]
 
 
 def _then(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
