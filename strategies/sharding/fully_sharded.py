@@ -52,9 +52,10 @@ def conceal_output(unit: nn.Module, args: Any, output: Any) -> Any:
 
 def expose_outputs(module: nn.Module) -> list[RemovableHandle]:
     """Register both hooks around those of the units that the user's function has made."""
+    units: list[Any] = fsdp_modules(module)
     return [
         hook
-        for unit in fsdp_modules(module)
+        for unit in units
         for hook in (
             unit.register_forward_hook(Hook(expose_output), prepend=True),
             unit.register_forward_hook(Hook(conceal_output)),
