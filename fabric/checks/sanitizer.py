@@ -169,8 +169,8 @@ class _Watch(Check):
         self._stepped: dict[Optimizer, int] = {}
         """Optimizers that have stepped since the last comparison, and how many steps each has taken."""
         self._held: dict[Optimizer, set[int]] = {}
-        """The ids of the parameters with which an optimizer was set up. Those of no model, added later, may be averaged
-        by nobody."""
+        """The ids of the parameters with which an optimizer was set up. Those of no model, added later, may not be
+        averaged."""
         self._known: set[Optimizer] = set()
         """Optimizers that were there at an earlier comparison, and so may have states."""
         self._gradients: dict[Fact, Value] = {}
