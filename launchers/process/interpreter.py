@@ -16,6 +16,7 @@ import multiprocessing.util
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +27,7 @@ NAMES: Names = {
         "_clear": "a forked rank forgets its parent's exit functions",
         "_run_exitfuncs": "a rank ends with its exit functions and without destructors",
     },
+    "weakref:finalize": {"_registry": "at the end of a rank, objects that are still there need no finalizers"},
     "threading": {"_shutdown": "a rank joins its threads before it runs its exit functions"},
     "multiprocessing.process": {"_children": "a forked rank forgets its parent's children"},
     "multiprocessing.util": {
@@ -65,6 +67,8 @@ def forget_parent() -> None:
     These stay: `multiprocessing` ends children that will be started, and torch's data loaders are notified of the exit.
     """
     atexit._clear()
+    # Runs last: finalizers (torch has hundreds) of objects that are still there would run among modules that are gone.
+    atexit.register(vars(weakref.finalize)["_registry"].clear)
     atexit.register(close_files)
     atexit.register(vars(multiprocessing.util)["_exit_function"])
     of_loaders = sys.modules.get("torch.utils.data._utils")
