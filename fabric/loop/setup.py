@@ -27,7 +27,6 @@ from fabric.strategies.gradients.bare_parameters import (
     BareParameters,
     outside,
     refuse_another_model,
-    refuse_shards,
 )
 from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.module.activation_checkpointing import recompute
@@ -197,7 +196,6 @@ class SetUp:
                 f"The `{type(optimizer).__name__}` holds {len(bare)} parameters (the first of shape "
                 f"{tuple(parameter.shape)}) that belong to no module set up so far. {lack}"
             )
-        refuse_shards(bare)
         return [parameter for _, parameter in bare]
 
     def _add(self, optimizers: dict[Optimizer, StateAccess], bare: Sequence[Tensor], *, move: bool) -> None:
