@@ -140,14 +140,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if precision.is_mixed:
             # Statistics stay in full precision, and BatchNorm needs its weights in the same dtype.
             chosen += [part for part in module.modules() if isinstance(part, _BatchNorm)]
-        units = {*chosen, module}
-        for part in units:
-            if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
-                raise ValueError(
-                    f"`auto_wrap_policy` chooses a `{type(part).__name__}`, which has no forward before which its "
-                    "parameters could be gathered. Choose the modules in it."
-                )
-        return units
+        return {*chosen, module}
 
     def _shard(self, runtime: Runtime, unit: nn.Module, units: set[nn.Module]) -> None:
         """Broadcast the unit's own tensors from rank 0, on the device, and shard them."""

@@ -13,16 +13,9 @@ Policy: TypeAlias = type[nn.Module] | Collection[type[nn.Module]] | Callable[[nn
 
 def check_policy(policy: Policy | None, option: str) -> None:
     """Raise TypeError if the policy has another type. `option`: its name in the error."""
-    if isinstance(policy, Collection) and not isinstance(policy, (str, nn.Module)):
-        others = [each for each in policy if not isinstance(each, type)]
-        if others:
-            raise TypeError(f"`{option}` has {others[0]!r}, which is not a class. Name classes of modules.")
-    elif isinstance(policy, nn.Module):
-        raise TypeError(
-            f"`{option}` is a module, a `{type(policy).__name__}`. Pass its class, or a function of a module that "
-            "returns a bool."
-        )
-    elif policy is not None and not callable(policy):
+    are_classes = isinstance(policy, Collection) and all(isinstance(each, type) for each in policy)
+    is_function = callable(policy) and not isinstance(policy, nn.Module)
+    if policy is not None and not are_classes and not is_function:
         raise TypeError(
             f"`{option}={policy!r}` selects no submodules. Pass classes of modules, or a function of a module that "
             "returns a bool."

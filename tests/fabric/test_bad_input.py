@@ -91,12 +91,12 @@ CONSTRUCTORS: dict[str, Row] = {
     "policy of words": (
         lambda: two(FSDPStrategy(activation_checkpointing_policy={"Block"})),  # type: ignore[arg-type]
         TypeError,
-        "`activation_checkpointing_policy` has 'Block', which is not a class.",
+        "`activation_checkpointing_policy={'Block'}` selects no submodules. Pass classes of modules",
     ),
     "policy of a module": (
         lambda: FSDPStrategy(auto_wrap_policy=nn.Linear(2, 2)),
         TypeError,
-        "`auto_wrap_policy` is a module, a `Linear`. Pass its class",
+        "`auto_wrap_policy=Linear(in_features=2, out_features=2, bias=True)` selects no submodules. Pass classes",
     ),
     # Functions
     "number that lays out": (

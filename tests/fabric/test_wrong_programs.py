@@ -850,7 +850,6 @@ SENTENCES = {
     ): "The model is wrapped in `DistributedDataParallel`, and `strategy='ddp_sharded'`",
     ("ddp_fully_sharded", "wrapped by hand"): "Pass the module to `fabric.setup` as it is, not wrapped",
     ("deepspeed_stage_2", "closure called by the step"): "`CallsClosure.step` calls its closure itself, and under",
-    ("ddp_fully_sharded", "model called within vmap"): "the hooks that this strategy needs around forward and backward",
     ("ddp", "embedding with max_norm"): "`0.weight` on rank 1 differs from that on rank 0",
     (
         "ddp",
