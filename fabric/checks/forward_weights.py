@@ -64,8 +64,11 @@ class ForwardWeights:
         self._before = {module: dict(module.named_parameters(recurse=False)) for module in model.modules()}
 
     def _compare(self, place: str, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+        if not torch.compiler.is_compiling():
+            with torch.no_grad():
+                self._compare_parameters(place, module)
+
+    def _compare_parameters(self, place: str, module: nn.Module) -> None:
         before = self._before.get(module, {})
         for name, gathered in module.named_parameters(recurse=False):
             parameter = before.get(name, gathered)
@@ -76,8 +79,8 @@ class ForwardWeights:
                 raise SanitizerError(_HOOKED.format(**names))
             sharded = as_sharded(parameter)
             if sharded is not None:
-                own = own_part(gathered, sharded).detach()
-                expected = local_part(sharded).detach().to(own.device, own.dtype)
+                own = own_part(gathered, sharded)
+                expected = local_part(sharded).to(own.device, own.dtype)
                 if torch.allclose(own, expected, rtol=0, atol=0, equal_nan=True):
                     continue
             raise SanitizerError(_DIFFERS.format(**names))
