@@ -464,7 +464,7 @@ class Fabric:
         gradients that were not synchronised raises RuntimeError.
         Ranks: all, with the same number of windows; windows may differ in length between ranks.
         """
-        if num_batches < 1:
+        if not isinstance(num_batches, int) or num_batches < 1:
             raise ValueError(f"`accumulate(loader, {num_batches})`: a window has a number of micro-batches, 1 or more.")
         objects = self._objects
         prepared = tuple(objects.prepared(each, "accumulate") for each in models) or tuple(objects.models.values())
