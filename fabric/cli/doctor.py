@@ -21,7 +21,8 @@ from fabric.configure.machine import Found, Machine
 from fabric.configure.request import Request
 from fabric.launchers.registry import LAUNCHERS
 from fabric.strategies.accelerators.registry import accelerators
-from fabric.strategies.registry import Registration, strategy_registrations
+from fabric.strategies.registered import Registration
+from fabric.strategies.registry import strategy_registrations
 
 
 def doctor(*, as_json: bool, only_strategies: bool = False) -> int:
