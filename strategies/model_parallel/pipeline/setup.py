@@ -55,7 +55,7 @@ def pipelined(
     mesh, inner = runtime.mesh, uncompiled(module)
     line = along(runtime.collective, mesh, ("pipeline",))
     peers = along(runtime.collective, mesh, [axis for axis in mesh.mesh_dim_names if axis != "pipeline"])
-    whole = WholeModel(inner, optimizers)
+    whole = WholeModel(inner)
     unfilled = Unfilled(inner)
     all_stages = split_model(inner, options)
     stages = [all_stages[index] for index in options.stages_of(line.rank)]
@@ -63,7 +63,7 @@ def pipelined(
     if runtime.world.size > 1:
         broadcast_from_rank_zero(runtime.collective, tensors)
     drop_other_stages(inner, stages)
-    whole.leave()
+    whole.leave(optimizers)
     with rebinding(inner, optimizers):
         for part in in_order_of_apply(inner):
             unfilled.fill(part, runtime.device, peers)

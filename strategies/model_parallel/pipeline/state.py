@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.checkpoint.state import PLAIN, StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, no_shards, replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.elementwise import updates_each
 from fabric.strategies.tensors.packing import Spec
+from fabric.strategies.tensors.parameters import parameters_of
 
 
 @final
@@ -36,34 +37,32 @@ class _Groups:
 class WholeModel:
     """Names and shapes of a model, indices and groups of its optimizers, before the model is split."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.shapes = {name: _shape(value) for name, value in model.state_dict().items()}
-        self._flat = {optimizer: _flat(optimizer) for optimizer in optimizers}
+        self.shapes = PLAIN.shapes(model)
         self.groups: dict[Optimizer, _Groups] = {}
 
-    def leave(self) -> None:
-        """Remove the parameters of other ranks' stages from the optimizers.
+    def leave(self, optimizers: Sequence[Optimizer]) -> None:
+        """Remove the parameters that the model has no more, those of other ranks' stages, from the optimizers.
 
         Raises: ValueError: an optimizer that needs all parameters in one step, such as LBFGS.
         """
         own = set(self.model.parameters())
-        for optimizer, flat in self._flat.items():
+        for optimizer in optimizers:
             if updates_each(optimizer) == "model":
                 raise ValueError(
                     f"`{type(optimizer).__name__}` computes each step from the gradients of all parameters, and in a "
                     "pipeline a rank has only those of its stages. Use one that updates each by itself, such as AdamW."
                 )
+            index = {parameter: place for place, parameter in enumerate(dict.fromkeys(parameters_of(optimizer)))}
             groups = _Groups([], [])
             for group in optimizer.param_groups:
-                groups.indices.append([flat[parameter] for parameter in group["params"]])
-                places = [place for place, parameter in enumerate(group["params"]) if parameter in own]
-                groups.kept.append([groups.indices[-1][place] for place in places])
-                group["params"][:] = [group["params"][place] for place in places]
+                groups.indices.append([index[parameter] for parameter in group["params"]])
+                group["params"][:] = [parameter for parameter in group["params"] if parameter in own]
+                groups.kept.append([index[parameter] for parameter in group["params"]])
             for parameter in [each for each in optimizer.state if each not in own]:
                 del optimizer.state[parameter]
             self.groups[optimizer] = groups
-        self._flat.clear()
 
 
 @final
@@ -179,16 +178,3 @@ class PipelineState(StateAccess):
 
 def _without_values(value: Any) -> Any:
     return no_shards(value.shape, value.dtype) if isinstance(value, TensorShards) else value
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, Tensor) else None
-
-
-def _flat(optimizer: Optimizer) -> dict[Tensor, int]:
-    """The index of each parameter in `Optimizer.state_dict`."""
-    flat: dict[Tensor, int] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            flat.setdefault(parameter, len(flat))
-    return flat

@@ -64,7 +64,7 @@ def refuse(mesh: Any, size: int) -> None:
     with pytest.raises(RuntimeError, match="DTensor"):
         context_attention(ones, distribute_tensor(ones, mesh), ones, mesh)
     with pytest.raises(RuntimeError, match="mesh_dim"):
-        context_slice(torch.ones(1, 1, 64, 2), mesh._get_root_mesh())
+        context_slice(torch.ones(2, 64), mesh._get_root_mesh())
 
 
 @pytest.mark.slow
