@@ -50,9 +50,9 @@ def pipelined(
 
     `parallelize`: the user's function, called with each stage. Ranks: all of the mesh call it.
     """
-    assert runtime.mesh is not None
-    assert runtime.mesh.mesh_dim_names is not None
     mesh, inner = runtime.mesh, uncompiled(module)
+    assert mesh is not None
+    assert mesh.mesh_dim_names is not None
     line = along(runtime.collective, mesh, ("pipeline",))
     peers = along(runtime.collective, mesh, [axis for axis in mesh.mesh_dim_names if axis != "pipeline"])
     whole = WholeModel(inner)
