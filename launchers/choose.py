@@ -14,7 +14,7 @@ from fabric.launchers.external import External, inline
 from fabric.launchers.fork import NO_NEXT_LINE, Fork
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.process.program import this_program
-from fabric.launchers.processes import forkserver
+from fabric.launchers.processes import Processes, forkserver
 from fabric.launchers.rank.fork_safety import fork_can_continue, fork_is_safe
 from fabric.launchers.registry import launcher_row
 from fabric.launchers.script import Script
@@ -38,8 +38,8 @@ def choose_launcher(
     if world is not None:
         return _existing(word, topology, world)
     row = None if word == "auto" else launcher_row(word)
-    if row is not None and row.restarts:
-        return row.make(topology, max_restarts)
+    if word == "elastic":
+        return _elastic(topology, function, max_restarts)
     if topology.size == 1 and not topology.redirects_output:
         return inline(topology)
     if row is not None and word != "fork":
@@ -64,6 +64,16 @@ def _existing(word: str, topology: Topology, world: World) -> Launcher:
             f"made by {world.launcher}. Ask for {world.size}."
         )
     return External(world)
+
+
+def _elastic(topology: Topology, function: Callable[..., Any] | None, max_restarts: int) -> Launcher:
+    """Starts all ranks again after a failure: the others have lost a peer in the middle of a collective.
+
+    Each attempt is a launch of its own, of which nothing is left but the script's last checkpoint.
+    """
+    if function is None:
+        return Script(topology, "elastic", max_restarts)
+    return Processes(topology, "elastic", forkserver(topology).start, max_restarts)
 
 
 def _without_fork(word: str, topology: Topology, function: Callable[..., Any] | None, unsafe: str) -> Launcher:

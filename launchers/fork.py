@@ -30,10 +30,11 @@ import random
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.process.os_process import num_cores
+from fabric.launchers.process.os_process import exit_fd, num_cores
 from fabric.launchers.process.program import is_interactive
 from fabric.launchers.process.reports import Reporter
 from fabric.launchers.rank.fork_cleanup import disown, flush_before_fork
@@ -41,7 +42,7 @@ from fabric.launchers.rank.fork_safety import fork
 from fabric.launchers.rank.rank import become_rank, run_and_end
 from fabric.launchers.supervision import ending
 from fabric.launchers.supervision.signals import ENDING, PASSED_ON
-from fabric.launchers.supervision.supervisor import Supervisor, child_of
+from fabric.launchers.supervision.supervisor import Child, Supervisor
 from fabric.launchers.world import World
 
 R = TypeVar("R")
@@ -101,10 +102,14 @@ def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
                     random.setstate(numbers)  # Python reseeds a forked process, but the user's seed is for the ranks
                     supervisor.abandon()
                     disown(files)
-                    ending.restore_hook()
                     return world, become_rank(world, writer, parent)
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING + PASSED_ON)
             os.close(writer)
-            supervisor.add(child_of(world.rank, pid, reader))
+            reap = partial(_reap, pid)
+            supervisor.add(Child(rank=world.rank, pid=pid, exit_fd=exit_fd(pid), reap=reap, report_fd=reader))
     return None
+
+
+def _reap(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

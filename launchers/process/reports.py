@@ -5,37 +5,33 @@ writes the stacks of all threads into the same pipe as plain text, which starts 
 that the rank forks, such as data-loader workers, close the pipe: what they write goes to stderr.
 
 # Note [Signal handlers that raise]
-`DataLoader` raises from its handler of SIGCHLD when a worker dies, at whatever line the main thread has reached, and a
-user's handler of SIGTERM may do the same. So a report is made and written by another thread, where Python runs no
-signal handler: it is written whole, and once.
+`DataLoader` raises from its handler of SIGCHLD when a worker dies, at whatever line the main thread has reached. A rank
+that is ending needs none of its workers, so the handler is removed before its last reports.
 """
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import faulthandler
 import os
 import pickle
+import signal
 import struct
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from fabric.launchers.process import pickling
-from fabric.launchers.process.stack import users_line
+from fabric.launchers.process.stack import OURS, users_line
 
 HEADER = struct.Struct("!cQ")
 FRAME = b"\0"
 
-OURS = tuple(str(Path(__file__).parents[depth] / folder) for depth, folder in ((1, ""), (2, "fabric")))
-"""The folders of the launchers, and of what calls them."""
 FATAL = b"Fatal Python error: "
 FROM_A_LIBRARY = (
     "It came from a thread that runs no Python: one of gloo, NCCL, OpenMP or another library, which may have written "
@@ -140,13 +136,15 @@ class Reporter:
                 f"process cannot get it: {error}. Return tensors, numbers, and objects that `pickle` or `cloudpickle` "
                 "takes."
             ) from error
+        _forget_workers()
         self.send(Result(pickled=pickled))
 
     def failure(self, error: BaseException) -> None:
         """Send an uncaught exception; only the first is sent."""
         at_ns = time.monotonic_ns()
         if not self.has_told_the_end:
-            self._write(lambda: _failure(self.rank, at_ns, error))
+            _forget_workers()
+            self.send(_failure(self.rank, at_ns, error))
             self.has_told_the_end = True
 
     def leaving(self, exit_code: int | None = None, error: SystemExit | None = None) -> None:
@@ -157,47 +155,21 @@ class Reporter:
 
     def send(self, report: object) -> None:
         """Send a report, the address of the rank's watcher, or a text that the supervisor prints at once."""
-        interrupted = self._write(lambda: report)
-        if interrupted is not None:
-            raise interrupted
-
-    def _write(self, make: Callable[[], object]) -> BaseException | None:
-        """Make and write a report; returns what a signal handler raised meanwhile."""
-        todo, done = [make], threading.Event()
-
-        def write() -> None:
-            try:
-                make_report = todo.pop()
-            except IndexError:  # an interrupted start is repeated, and the first thread has it
-                return
-            try:
-                body = pickle.dumps(make_report(), protocol=pickle.HIGHEST_PROTOCOL)
-                view = memoryview(HEADER.pack(FRAME, len(body)) + body)
-                with self._writes:  # a frame longer than the pipe's buffer would be mixed with another one
-                    while view:
-                        view = view[os.write(self._fd, view) :]
-            except BrokenPipeError:  # the supervisor is gone, and this process is about to be killed
-                return
-            finally:
-                done.set()
-
-        interrupted = None
-        while self.is_own and not done.is_set():  # Note [Signal handlers that raise]
-            try:
-                if todo:
-                    _start_thread(write)
-                done.wait()
-            except BaseException as error:
-                interrupted = error
-        return interrupted
+        if not self.is_own:
+            return
+        body = pickle.dumps(report, protocol=pickle.HIGHEST_PROTOCOL)
+        view = memoryview(HEADER.pack(FRAME, len(body)) + body)
+        # The supervisor may be gone, and this process about to be killed. A frame that is longer than the pipe's buffer
+        # would be mixed with one of another thread.
+        with contextlib.suppress(BrokenPipeError), self._writes:
+            while view:
+                view = view[os.write(self._fd, view) :]
 
 
-def _start_thread(function: Callable[[], None]) -> None:
-    """Run it in another thread; in this one if no thread can be started."""
-    try:
-        _thread.start_new_thread(function, ())
-    except RuntimeError:
-        function()
+def _forget_workers() -> None:
+    """See Note [Signal handlers that raise]."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def read_reports(received: bytearray) -> Iterator[object]:

@@ -7,7 +7,6 @@ fork, and a rank disables its copies of the rest.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from typing import Any
 
@@ -22,16 +21,9 @@ def flush_before_fork() -> list[Any]:
 
 
 def disown(files: list[Any]) -> None:
-    """In a rank: let nothing of what was open be written, run or deleted here."""
+    """In a rank: let nothing of what was open be written, run or deleted here, unless the rank itself asks for it."""
     interpreter.freeze(files)
     interpreter.forget_parent()
     for each in files:
         if isinstance(each, interpreter.TEMPORARY):
             each.delete = False
-            each.cleanup = _nothing  # of a folder: `with` calls it at its end
-    # One reference too many keeps them until the process has ended: the destructor of a folder deletes it, too.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(files))
-
-
-def _nothing() -> None:
-    """Replaces `cleanup` of a rank's copy of a temporary folder."""

@@ -23,7 +23,7 @@ from fabric.launchers.rank.network import interface_for
 from fabric.launchers.world import World
 
 NUM_REPEATS = 10
-"""How often a report may be interrupted before another thread makes it: once for each loader whose workers die."""
+"""How often a report is begun again where a signal handler raises: once for each loader whose workers die."""
 
 _awaited: list[Reporter] = []  # Note [One supervisor per process]
 _importing: list[str] = []

@@ -18,7 +18,7 @@ from functools import partial
 from types import TracebackType
 
 from fabric.launchers.launcher import Topology
-from fabric.launchers.process.os_process import exit_fd, kill_group, signal_rank
+from fabric.launchers.process.os_process import kill_group, signal_rank
 from fabric.launchers.process.reports import Failure, Leaving, Result, fatal_stack, read_reports
 from fabric.launchers.rendezvous.store_server import MeetingPoint
 from fabric.launchers.supervision import failure
@@ -66,15 +66,6 @@ class Child:
     """The address of the rank's watcher."""
 
 
-def child_of(rank: int, pid: int, report_fd: int) -> Child:
-    """A rank that is a child of this process."""
-
-    def reap() -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    return Child(rank=rank, pid=pid, exit_fd=exit_fd(pid), reap=reap, report_fd=report_fd)
-
-
 class Supervisor:
     """Context manager around the ranks of one launch. No rank outlives it, whatever happens inside."""
 
@@ -108,7 +99,6 @@ class Supervisor:
         if self._abandoned:
             return
         self._kill()
-        self._listen()  # if a later rank could not be started, `wait` was not reached
         while self._running:
             self._poll()
         self._point.close(failed=error is not None or bool(self.failures))
@@ -141,27 +131,19 @@ class Supervisor:
         self._guardian.watch(child.pid)
         os.set_blocking(child.report_fd, False)
         self._running[child.rank] = child
+        self._selector.register(child.report_fd, selectors.EVENT_READ, partial(self._read_reports, child))
+        self._selector.register(child.exit_fd, selectors.EVENT_READ, partial(self._on_exit, child))
+        for stream in self._output.streams(child.rank):
+            self._selector.register(
+                stream.reader, selectors.EVENT_READ, partial(self._copy, stream.reader, stream.copy)
+            )
 
     def wait(self) -> None:
         """Return once every rank has ended, and the results, failures and ended ranks are known."""
         self._point.open()
-        self._listen()
         self._handle_signals()
         while self._running:
             self._poll()
-
-    def _listen(self) -> None:
-        """Watch for the reports, the output and the ends of the ranks. A second call does nothing."""
-        watched = self._selector.get_map()
-        for child in self._running.values():
-            if child.exit_fd in watched:
-                continue
-            self._selector.register(child.report_fd, selectors.EVENT_READ, partial(self._read_reports, child))
-            self._selector.register(child.exit_fd, selectors.EVENT_READ, partial(self._on_exit, child))
-            for stream in self._output.streams(child.rank):
-                self._selector.register(
-                    stream.reader, selectors.EVENT_READ, partial(self._copy, stream.reader, stream.copy)
-                )
 
     def _ignore(self, fd: int) -> None:
         """Watch a descriptor no longer. A second call does nothing."""
@@ -235,7 +217,7 @@ class Supervisor:
             self.departures.append(self._departure(child, at_ns, code))
             if self.failures and not self._stopping:
                 self._after(REPORT_SECONDS, self._terminate)
-        elif not any(known.rank == child.rank for known in self.failures):
+        else:
             stack = child.leaving.traceback if child.leaving else fatal_stack(child.received)
             self._fail(failure.death(child.rank, at_ns, code, stack, without_result=without_result))
 
@@ -247,7 +229,8 @@ class Supervisor:
 
     def _fail(self, report: Failure) -> None:
         """Record a failure. The first one ends the other ranks."""
-        if self._stopping and not self.signals.received:
+        is_ended = self._stopping and not self.signals.received
+        if is_ended or any(known.rank == report.rank for known in self.failures):
             return
         self.failures.append(report)
         self._output.note(report.rank, report.traceback or report.summary)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from processes import run
 
-from fabric.launchers import Rendezvous, Topology, World, choose_launcher
+from fabric.launchers import Rendezvous, Topology, World
+from fabric.launchers.choose import choose_launcher
 from fabric.launchers.external import External
 
 TWO = Topology(num_processes=2)
@@ -79,7 +80,8 @@ def test_a_topology_that_cannot_be_started_is_an_error(arguments: dict[str, int]
 
 LINES = """
 import os
-from fabric.launchers import Topology, choose_launcher, detect_world, join
+from fabric.launchers import Topology, detect_world, join
+from fabric.launchers.choose import choose_launcher
 def function(world, number):
     join(world, 60, print)
     return world.size * number

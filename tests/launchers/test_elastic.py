@@ -12,7 +12,8 @@ from processes import all_gone, run, running
 
 PROGRAM = '''
 import json, os, sys
-from fabric.launchers import Topology, choose_launcher, detect_world, join
+from fabric.launchers import Topology, detect_world, join
+from fabric.launchers.choose import choose_launcher
 
 def function(world, failures):
     """All ranks meet and read what each has written in this attempt; in the first attempts the last one fails."""

@@ -16,7 +16,8 @@ import torch
 from processes import run
 from worlds import run_world
 
-from fabric.launchers import Topology, World, choose_launcher, detect_world, join
+from fabric.launchers import Topology, World, detect_world, join
+from fabric.launchers.choose import choose_launcher
 from fabric.launchers.processes import forkserver
 
 
@@ -150,7 +151,8 @@ def test_ranks_of_one_node_communicate_over_loopback_by_default(monkeypatch: pyt
 
 USERS_OWN = """
 import atexit, sys
-from fabric.launchers import Topology, choose_launcher, detect_world
+from fabric.launchers import Topology, detect_world
+from fabric.launchers.choose import choose_launcher
 import os
 def hook(kind, error, trace):
     sys.stdout.write("user's hook\\n")

@@ -86,7 +86,7 @@ def test_each_line_is_shown_with_its_rank_and_never_mixed_with_another(tmp_path:
 @pytest.mark.parametrize(("how", "words"), [("raise", "ValueError: boom"), ("kill", "the last words")])
 def test_the_file_of_a_rank_that_fails_ends_with_its_traceback(tmp_path: Path, how: str, words: str) -> None:
     done = run(command(tmp_path, "fork", 2, how))
-    assert done.returncode == {"raise": 1, "kill": 137}[how]
+    assert done.returncode == 1
     text = contents(tmp_path)["rank-1.log"]
     assert "the last words" in text
     assert words in text.strip().splitlines()[-1] or "killed by SIGKILL" in text
