@@ -36,7 +36,7 @@ def choose_launcher(
     Raises: ValueError: no launcher has this name, or it does not work here.
     """
     if world is not None:
-        return _existing(word, topology, world)
+        return External(world)
     row = None if word == "auto" else launcher_row(word)
     if word == "elastic":
         return _elastic(topology, function, max_restarts)
@@ -48,22 +48,6 @@ def choose_launcher(
     if unsafe is None:
         return Fork(topology)
     return _without_fork(word, topology, function, unsafe)
-
-
-def _existing(word: str, topology: Topology, world: World) -> Launcher:
-    """The world of this rank, even if another fabric has launched it since this one was created."""
-    if word not in ("auto", "external", world.launcher):
-        raise ValueError(
-            f"`launcher={word!r}`, but this process is rank {world.rank} of {world.size} already, made by "
-            f"{world.launcher}. Pass `launcher='auto'` to be that rank."
-        )
-    is_as_found = (topology.num_processes, topology.num_nodes) == (world.local_size, world.num_nodes)
-    if topology.size not in (1, world.size) and not is_as_found:  # nodes may have different numbers of ranks
-        raise ValueError(
-            f"{topology.size} ranks were asked for, but this process is rank {world.rank} of {world.size} already, "
-            f"made by {world.launcher}. Ask for {world.size}."
-        )
-    return External(world)
 
 
 def _elastic(topology: Topology, function: Callable[..., Any] | None, max_restarts: int) -> Launcher:

@@ -45,7 +45,8 @@ class LauncherRow:
             return None
         return (
             f"`launcher={self.name!r}` runs the script's file again in every process, but this is {program.words} and "
-            "has no file. Write `launcher='fork'` (or 'forkserver' with `launch(function)`), or put the code into a file."
+            "has no file. Write `launcher='fork'` (or 'forkserver' with `launch(function)`), or put the code into a "
+            "file."
         )
 
     def make(self, topology: Topology) -> Launcher:

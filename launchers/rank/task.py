@@ -34,7 +34,6 @@ class Surroundings:
 
     environ: Mapping[str, str]
     folder: str
-    path: list[str]
     argv: list[str]
     random_states: Mapping[str, Any]
 
@@ -44,7 +43,6 @@ class Surroundings:
         return cls(
             environ=dict(os.environ),
             folder=os.getcwd(),
-            path=import_path(),
             argv=list(sys.argv),
             random_states={
                 name: getattr(sys.modules[name], read)() for name, (read, _) in RANDOM.items() if name in sys.modules
@@ -56,18 +54,12 @@ class Surroundings:
         os.environ.clear()
         os.environ.update(self.environ)
         os.chdir(self.folder)
-        sys.path[:] = self.path
         sys.argv[:] = self.argv
 
     def restore_random_states(self) -> None:
         """Called after the user's modules are imported, so that random numbers drawn by an import change nothing."""
         for name, state in self.random_states.items():
             getattr(import_module(name), RANDOM[name][1])(state)
-
-
-def import_path() -> list[str]:
-    """`sys.path`, in which "" means the working directory, which a rank may change before it imports."""
-    return [entry or os.getcwd() for entry in sys.path]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +89,7 @@ class RunScript:
 def write(world: World, task: CallFunction | RunScript) -> IO[bytes]:
     """Write the task; returns an open file, at its start."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
-    pickle.dump(import_path(), file)
+    pickle.dump([entry or os.getcwd() for entry in sys.path], file)  # a rank may change its folder before it imports
     pickle.dump((world, task), file)
     file.flush()
     file.seek(0)
@@ -135,15 +127,12 @@ def _pickle_call(call: tuple[Callable[..., Any], tuple[Any, ...]], *, has_main_f
     return (pickled, needs_main) if has_main_file or not needs_main else (pickling.by_value(call), False)
 
 
-def run_task(file: IO[bytes], report_fd: int, parent: int, own_path: list[str]) -> NoReturn:
-    """Become the rank, run the task, and exit.
-
-    `own_path`: the import path of this process before that of the task was read; its first entry is this folder.
-    """
+def run_task(file: IO[bytes], report_fd: int, parent: int) -> NoReturn:
+    """Become the rank, run the task, and exit."""
     world, task = pickle.load(file)
     if isinstance(task, RunScript):
         reporter = become_rank(world, report_fd, parent, awaits_function=task.awaits_function)
-        run_to_the_end(reporter, lambda: _run_script(task.program, own_path))
+        run_to_the_end(reporter, lambda: main_module.run_again(task.program))
     task.surroundings.restore()
     reporter = become_rank(world, report_fd, parent)
     run_and_end(reporter, task.everyone, _call, world, task)
@@ -156,13 +145,6 @@ def _call(world: World, task: CallFunction) -> Any:
     worker, args = pickle.loads(task.call)
     task.surroundings.restore_random_states()
     return worker(world, *args)
-
-
-def _run_script(program: main_module.Program, own_path: list[str]) -> None:
-    safe_path = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
-    first = os.getcwd() if program.kind == "module" else os.path.dirname(os.path.realpath(program.target))
-    sys.path[:] = own_path if safe_path else [first, *own_path[1:]]
-    main_module.run_again(program)
 
 
 def environ_of(world: World) -> dict[str, str]:

@@ -175,8 +175,8 @@ class Server:
             os.close(fd)
         try:
             with open(task_fd, "rb") as file:
-                pickle.load(file)  # the import path, which is part of the request
-                run_task(file, report_fd, parent, sys.path)
+                sys.path[:] = pickle.load(file)
+                run_task(file, report_fd, parent)
         finally:
             os._exit(1)
 

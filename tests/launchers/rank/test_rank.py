@@ -8,7 +8,6 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -79,16 +78,6 @@ def write(world: World) -> None:
 def test_a_rank_writes_to_the_current_stdout_of_the_launching_process(capfd: pytest.CaptureFixture[str]) -> None:
     run_world(2, write)
     assert capfd.readouterr().out == "from a rank\n" * 2
-
-
-def ask_for_another_world(world: World, word: str) -> Any:
-    inner = choose_launcher(word, Topology(num_processes=3), function=None, world=detect_world(os.environ))
-    return inner.enter()
-
-
-def test_a_rank_that_asks_for_another_world_size_raises_with_its_own() -> None:
-    with pytest.raises(Exception, match=r"3 ranks were asked for, but this process is rank \d of 2 already"):
-        run_world(2, ask_for_another_world, "auto")
 
 
 def enter_again(world: World) -> bool:
