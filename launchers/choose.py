@@ -15,7 +15,7 @@ from fabric.launchers.fork import NO_NEXT_LINE, Fork
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.process.program import this_program
 from fabric.launchers.processes import Processes, forkserver
-from fabric.launchers.rank.fork_safety import fork_can_continue, fork_is_safe
+from fabric.launchers.rank.fork_safety import fork_is_safe
 from fabric.launchers.registry import launcher_row
 from fabric.launchers.script import Script
 from fabric.launchers.world import World
@@ -44,7 +44,7 @@ def choose_launcher(
         return inline(topology)
     if row is not None and word != "fork":
         return row.make(topology)
-    unsafe = fork_can_continue() if function is None else fork_is_safe()
+    unsafe = fork_is_safe()
     if unsafe is None:
         return Fork(topology)
     return _without_fork(word, topology, function, unsafe)

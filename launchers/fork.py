@@ -24,17 +24,15 @@ The following cannot be separated after a fork; open it after `launch()`:
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 import signal
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.process.os_process import exit_fd, num_cores
+from fabric.launchers.process.os_process import exit_fd
 from fabric.launchers.process.program import is_interactive
 from fabric.launchers.process.reports import Reporter
 from fabric.launchers.rank.fork_cleanup import disown, flush_before_fork
@@ -84,10 +82,6 @@ class Fork(Launcher):
 
 def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
     """Fork every rank of this node. Returns the world and the reporter in each of them, and None in the supervisor."""
-    # The first optimizer and DistributedDataParallel import dynamo: 1.5 s in each rank. Ranks with a core each do so at
-    # the same time; 32 ranks on two cores took 35 s to their first step, and take 5 s.
-    if "torch" in sys.modules and supervisor.topology.num_processes > num_cores():
-        importlib.import_module("torch._dynamo")
     files = flush_before_fork()
     parent, numbers = os.getpid(), random.getstate()
     for local_rank in range(supervisor.topology.num_processes):

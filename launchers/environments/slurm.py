@@ -79,12 +79,7 @@ class SlurmEnvironment(Environment):
 def _tasks_on_node(read: Variables, node_rank: int, num_nodes: int, size: int) -> int:
     """Ranks per node, from SLURM's short form: `2(x3),1` is 2, 2, 2, 1."""
     word = read.text("SLURM_STEP_TASKS_PER_NODE")
-    counts: list[int] = []
-    for part in word.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            raise ValueError(f"`SLURM_STEP_TASKS_PER_NODE={word}` is not of SLURM's form, such as `2(x3),1`.")
-        counts += [int(match[1])] * int(match[2] or 1)
+    counts = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", word) for _ in range(int(times or 1))]
     if len(counts) != num_nodes or sum(counts) != size:
         raise ValueError(
             f"{read.show()}: {word} adds up to {sum(counts)} ranks on {len(counts)} nodes, not to {size} on "

@@ -15,6 +15,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import re
 import signal
 import struct
 import sys
@@ -38,21 +39,11 @@ FROM_A_LIBRARY = (
     "why to stderr. gloo aborts if ranks make different calls: `fabric run --sanitize always` compares them before."
 )
 
-LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Read error",
-    "recvValue failed",
-    "failed to recv",
-    "NCCL communicator was aborted",
-    "remote process exited",
-    "Horovod has been shut down",
-    "Timed out",
-    "timed out",
-    "Wait timeout",
-    "did not arrive",
+LOST_PEER = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Read error|recvValue failed|"
+    r"failed to recv|NCCL communicator was aborted|remote process exited|Horovod has been shut down|timed out|"
+    r"Wait timeout|did not arrive",
+    re.IGNORECASE,
 )
 """Messages of torch.distributed, gloo, NCCL and Horovod about a lost peer: a symptom, not a cause."""
 
@@ -90,10 +81,6 @@ class Leaving:
     """A rank's program has come to its end without an exception; its connections are still open."""
 
     at_ns: int
-    exit_code: int | None
-    """None if only the interpreter knows it."""
-    traceback: str
-    """Where `sys.exit` was called, if known."""
 
 
 class Reporter:
@@ -147,11 +134,10 @@ class Reporter:
             self.send(_failure(self.rank, at_ns, error))
             self.has_told_the_end = True
 
-    def leaving(self, exit_code: int | None = None, error: SystemExit | None = None) -> None:
+    def leaving(self) -> None:
         """Send that the program has finished; the rank's connections are about to be closed."""
-        trace = users_traceback(error) if error is not None else ""
         self.has_told_the_end = True
-        self.send(Leaving(at_ns=time.monotonic_ns(), exit_code=exit_code, traceback=trace))
+        self.send(Leaving(at_ns=time.monotonic_ns()))
 
     def send(self, report: object) -> None:
         """Send a report, the address of the rank's watcher, or a text that the supervisor prints at once."""
@@ -230,7 +216,7 @@ def _is_lost_peer(error: BaseException | None) -> bool:
         # An OSError is one of ours, in a rendezvous, or another connection's: a database's, a data-loader worker's.
         is_ours = any(file.startswith(OURS) for file, _, _ in _frames(error)[:1])
         may_be = isinstance(error, RuntimeError) or (isinstance(error, OSError) and is_ours)
-        if may_be and any(words in str(error) for words in LOST_PEER):
+        if may_be and LOST_PEER.search(str(error)):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__

@@ -152,9 +152,8 @@ def _run(reporter: Reporter, program: Callable[[], Any]) -> int:
     try:
         program()
     except SystemExit as error:
-        code = _exit_code(error)
-        reporter.leaving(code, error)
-        return code
+        reporter.leaving()
+        return _exit_code(error)
     except BaseException as error:
         for _ in range(NUM_REPEATS):  # Note [Signal handlers that raise]
             try:
@@ -164,7 +163,7 @@ def _run(reporter: Reporter, program: Callable[[], Any]) -> int:
                 continue
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
-    reporter.leaving(0)
+    reporter.leaving()
     return 0
 
 

@@ -41,19 +41,9 @@ def death(rank: int, at_ns: int, code: int, stack: str, *, without_result: bool)
     )
 
 
-def departure(rank: int, at_ns: int, code: int | None, trace: str, *, with_result: bool) -> Failure:
-    """The end of a rank without an error, as a failure: other ranks were still communicating with it.
-
-    `code`: None if the rank has finished its program but has not exited yet.
-    """
-    how = "came to its end" if code is None else f"left with exit code {code}"
-    return Failure(
-        rank=rank,
-        at_ns=at_ns,
-        summary=f"{'its function returned' if with_result else how} while other ranks still communicated with it",
-        traceback=trace,
-        exit_code=code or 0,
-    )
+def departure(rank: int, at_ns: int, how: str) -> Failure:
+    """The end of a rank without an error, as a failure: other ranks were still communicating with it."""
+    return Failure(rank=rank, at_ns=at_ns, summary=f"{how} while other ranks still communicated with it", exit_code=0)
 
 
 def first(failures: Sequence[Failure], left: Sequence[Failure] = ()) -> Failure:

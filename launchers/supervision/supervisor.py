@@ -214,18 +214,16 @@ class Supervisor:
             self._point.end_waits()  # the others are saving, perhaps with this rank: they have the time of the signal
         without_result = self.expects_results and child.rank not in self.results
         if code == 0 and not without_result:
-            self.departures.append(self._departure(child, at_ns, code))
+            self.departures.append(self._departure(child, at_ns, "left with exit code 0"))
             if self.failures and not self._stopping:
                 self._after(REPORT_SECONDS, self._terminate)
         else:
-            stack = child.leaving.traceback if child.leaving else fatal_stack(child.received)
+            stack = fatal_stack(child.received)
             self._fail(failure.death(child.rank, at_ns, code, stack, without_result=without_result))
 
-    def _departure(self, child: Child, at_ns: int, code: int | None) -> Failure:
-        trace = ""
-        if child.leaving is not None:
-            at_ns, trace = child.leaving.at_ns, child.leaving.traceback
-        return failure.departure(child.rank, at_ns, code, trace, with_result=child.rank in self.results)
+    def _departure(self, child: Child, at_ns: int, how: str) -> Failure:
+        at_ns = at_ns if child.leaving is None else child.leaving.at_ns
+        return failure.departure(child.rank, at_ns, "its function returned" if child.rank in self.results else how)
 
     def _fail(self, report: Failure) -> None:
         """Record a failure. The first one ends the other ranks."""
@@ -246,7 +244,7 @@ class Supervisor:
         failed = [known.rank for known in self.failures]
         for child in self._running.values():
             if child.leaving is not None:  # it would have ended by itself, given more time
-                self.departures.append(self._departure(child, child.leaving.at_ns, child.leaving.exit_code))
+                self.departures.append(self._departure(child, child.leaving.at_ns, "came to its end"))
             elif child.rank not in failed:  # a failed rank is ending already, and may be writing its files
                 signal_rank(child.pid, signal.SIGTERM)
         self._after(TERMINATE_SECONDS, self._kill)
@@ -270,8 +268,6 @@ class Supervisor:
                 signal_rank(child.pid, number)
             if number in ENDING:
                 self._stopping = True
-                watchers = [child.watcher for child in self._running.values() if child.watcher is not None]
-                ask_all(watchers, "signalled", REPORT_SECONDS)
                 self._after(PATIENCE_SECONDS, partial(self._say_we_wait, number))
                 self._after(GRACE_SECONDS, self._kill)
 

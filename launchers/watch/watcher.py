@@ -61,8 +61,6 @@ LOOK_SECONDS = 5.0
 """The longest interval between two looks at the flight recorder."""
 NUM_SPEAKERS = 4
 """How many lower ranks a rank tries to notify before it asks all ranks itself."""
-SIGNALLED_SECONDS = 3.0
-"""The `report_after_seconds` of a job that ends by a signal: a rank that waits for one that has ended handles none."""
 DATA_LOADER = "torch/utils/data/dataloader.py", ("_next_data", "_try_get_data", "_get_data")
 """Functions in which an iterator waits for its workers."""
 PEER_TO_PEER = "torch/distributed/distributed_c10d.py", ("send", "recv")
@@ -99,8 +97,6 @@ class Watcher:
         self._asked_at = -_NEVER
         self._printed_at: dict[str, float] = {}
         """When this rank has printed the table, by the question: waits, ends or over."""
-        self._is_signalled = False
-        """Whether the job ends by a signal, after which its supervisor gives each rank time to save."""
         self._waited_in: dict[int, Call] = {}
         """The call in which each rank waited at the last table that this rank has printed."""
         self._one_at_a_time = threading.Lock()
@@ -199,9 +195,6 @@ class Watcher:
                 return self.activity(with_calls=word == "journal").to_bytes()
             case "waits" | "ends" | "over":
                 threading.Thread(target=self._print, args=(word,), daemon=True, name="fabric-watch-ask").start()
-            case "signalled":
-                self._report_after, self._told = min(self._report_after, SIGNALLED_SECONDS), None
-                self._is_signalled = True
             case "failed":
                 self._report(json.loads(rest))
                 self._leave()
@@ -255,7 +248,7 @@ class Watcher:
 
     def _leave(self) -> None:
         """End this process if no supervisor does soon: the main thread, in a collective, cannot be woken up."""
-        if self._supervisor is None or self._is_signalled:
+        if self._supervisor is None:
             os._exit(1)
 
     def _all_activities(self, question: str) -> list[Activity]:

@@ -164,37 +164,6 @@ def test_an_explicit_fork_after_a_tensor_operation_is_an_error_with_the_reason()
     assert "`launcher='fork'`: this process has " in done.stderr
 
 
-COROUTINE = """
-import asyncio, time
-from fabric import Fabric
-
-class Slow:
-    def __str__(self):
-        time.sleep(0.02)
-        return "slow"
-
-async def main():
-    fabric = Fabric(accelerator="cpu", devices=2, launcher=LAUNCHER)
-    fabric.launch()
-    await asyncio.sleep(0.01)
-    fabric.barrier()
-    print("total", Slow(), fabric.world_size)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_a_coroutine_goes_on_in_ranks_that_run_the_script_again_and_in_no_fork(tmp_path: Path) -> None:
-    for word in ("auto", "fork"):
-        (tmp_path / f"{word}.py").write_text(COROUTINE.replace("LAUNCHER", repr(word)))
-    done = run(["-u", tmp_path / "auto.py"])
-    assert done.stdout == "total slow 2\n" * 2, done.stderr  # whole lines, also of a stream without a buffer
-    refused = run([tmp_path / "fork.py"])
-    assert "`launcher='fork'`: it is called in a coroutine" in refused.stderr
-
-
 @pytest.mark.slow
 def test_script_without_a_file_says_which_launcher_works() -> None:
     done = run(["-c", lines(ENTER, word="script")])

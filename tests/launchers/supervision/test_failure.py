@@ -217,7 +217,7 @@ def test_other_ranks_get_one_line_each_and_the_cause_comes_last() -> None:
 
 
 def left(rank: int, at_ms: float) -> Failure:
-    return departure(rank, int(at_ms * 1e6), 0, "", with_result=False)
+    return departure(rank, int(at_ms * 1e6), "left with exit code 0")
 
 
 def test_a_rank_that_left_is_the_cause_if_a_collective_lost_its_peer() -> None:
