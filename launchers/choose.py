@@ -7,7 +7,9 @@ arguments, by `pickle` or `cloudpickle`, and changes that the program has made t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from fabric.launchers.external import External, inline
@@ -35,6 +37,7 @@ def choose_launcher(
     how often `elastic` starts all ranks again.
     Raises: ValueError: no launcher has this name, or it does not work here.
     """
+    _refuse_import()
     if world is not None:
         return External(world)
     row = None if word == "auto" else launcher_row(word)
@@ -48,6 +51,19 @@ def choose_launcher(
     if unsafe is None:
         return Fork(topology)
     return _without_fork(word, topology, function, unsafe)
+
+
+def _refuse_import() -> None:
+    """Raise RuntimeError where the program is only being imported, by ours or by `multiprocessing` as `__mp_main__`."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
+            raise RuntimeError(
+                f"{frame.f_code.co_filename} launches while another process imports it: a rank, or a worker of a "
+                "`DataLoader`, which needs the functions in it, and reached `launch` instead. Put what runs the script "
+                "under `if __name__ == '__main__':`."
+            )
+        frame = frame.f_back
 
 
 def _elastic(topology: Topology, function: Callable[..., Any] | None, max_restarts: int) -> Launcher:

@@ -24,6 +24,7 @@ The following cannot be separated after a fork; open it after `launch()`:
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -32,10 +33,10 @@ from functools import partial
 from typing import Any, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
+from fabric.launchers.process.interpreter import disown, flush, open_files
 from fabric.launchers.process.os_process import exit_fd
 from fabric.launchers.process.program import is_interactive
 from fabric.launchers.process.reports import Reporter
-from fabric.launchers.rank.fork_cleanup import disown, flush_before_fork
 from fabric.launchers.rank.fork_safety import fork
 from fabric.launchers.rank.rank import become_rank, run_and_end
 from fabric.launchers.supervision import ending
@@ -82,7 +83,8 @@ class Fork(Launcher):
 
 def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
     """Fork every rank of this node. Returns the world and the reporter in each of them, and None in the supervisor."""
-    files = flush_before_fork()
+    files = open_files(gc.get_objects())
+    flush(files)  # a rank has a copy of each buffer, and would write it once more
     parent, numbers = os.getpid(), random.getstate()
     for local_rank in range(supervisor.topology.num_processes):
         reader, writer = os.pipe()

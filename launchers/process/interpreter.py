@@ -47,7 +47,7 @@ BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedR
 """What can hold bytes or log records back."""
 
 _inherited: list[Any] = []
-"""Files that were open at `freeze`."""
+"""Files that the parent of this process had open."""
 
 
 def join_threads() -> None:
@@ -85,12 +85,7 @@ def open_files(objects: Iterable[Any]) -> list[Any]:
     Python's only list of open files is that of its garbage collector: 20 ms for the objects of torch, and 200 ms in a
     fork, which copies the memory of each object that it looks at.
     """
-    kinds = _with_subclasses(BUFFERED + TEMPORARY)
-    return [each for each in objects if type(each) in kinds]
-
-
-def _with_subclasses(kinds: Iterable[type]) -> set[type]:
-    return {kind for one in kinds for kind in (one, *_with_subclasses(one.__subclasses__()))}
+    return [each for each in objects if issubclass(type(each), BUFFERED + TEMPORARY)]
 
 
 def flush(files: Iterable[Any]) -> None:
@@ -101,13 +96,15 @@ def flush(files: Iterable[Any]) -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-def freeze(files: list[Any] | None = None) -> None:
-    """Leave all objects of now, `files` are the open ones, out of collections and of what `close_files` looks through.
-
-    For a process that is a fork, or forks: looking at an object copies its memory.
-    """
-    gc.freeze()
-    _inherited[:] = files or ()
+def disown(files: list[Any]) -> None:
+    """In a forked process: let nothing of what its parent had open be written, run or deleted here, unless this process
+    asks for it."""
+    gc.freeze()  # looking at an object copies its memory: `close_files` looks at later ones
+    _inherited[:] = files
+    forget_parent()
+    for each in files:
+        if isinstance(each, TEMPORARY):
+            each.delete = False
 
 
 def close_files() -> None:

@@ -37,6 +37,7 @@ SAY_EVERY_SECONDS = 5.0
 LATER = 0.05
 """The pause between two looks, as a fraction of the time waited so far."""
 LONGEST_PAUSE_SECONDS = 0.25
+ADVICE = ", which did not arrive. Check that every rank was started, and that all of them reach `launch`."
 
 
 def join(world: World, timeout_seconds: float, report: Callable[[str], None]) -> Store:
@@ -62,11 +63,10 @@ def _connect(world: World, at: Rendezvous, patience: Patience) -> TCPStore:
     """A connection to the store; on rank 0 the store itself, if no other process serves it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    timeout = timedelta(seconds=patience.timeout_seconds)
     if world.rank == 0 and not at.hosted:
         return _serve(at.address, at.port)
     _await_server(world, at, patience)
-    return TCPStore(at.address, at.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return TCPStore(at.address, at.port, is_master=False, wait_for_workers=False, timeout=patience.left())
 
 
 @functools.cache
@@ -89,20 +89,23 @@ def _serve(address: str, port: int) -> TCPStore:
 
 def _await_server(world: World, at: Rendezvous, patience: Patience) -> None:
     """Return once something accepts connections at the address."""
-    server = "the process that started the ranks" if at.hosted else "rank 0"
-    pause_seconds = 0.01
-    while True:
+    why: list[OSError] = []
+
+    def answers() -> bool:
         try:
             socket.create_connection((at.address, at.port), timeout=SAY_EVERY_SECONDS).close()
-            return
         except OSError as error:
-            patience.check(
-                f"{server} at {at.address}:{at.port}: {error}",
-                ". Check that rank 0 was started, and that MASTER_ADDR and MASTER_PORT name its machine.",
-                speaks=world.local_rank == 0,
-            )
-        time.sleep(pause_seconds)
-        pause_seconds = min(2 * pause_seconds, 0.5)
+            why[:] = [error]
+            return False
+        return True
+
+    server = "the process that started the ranks" if at.hosted else "rank 0"
+    patience.wait(
+        answers,
+        lambda: f"{server} at {at.address}:{at.port}: {why[0]}",
+        ". Check that rank 0 was started, and that MASTER_ADDR and MASTER_PORT name its machine.",
+        speaks=world.local_rank == 0,
+    )
 
 
 def call_roll(store: Store, world: World, patience: Patience) -> str:
@@ -119,16 +122,17 @@ def call_roll(store: Store, world: World, patience: Patience) -> str:
     here = [f"here/{number}/{rank}" for rank in range(world.size)]
     store.set(here[world.rank], token)
 
-    def missing(keys: Sequence[str]) -> list[int]:
-        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    def missing(keys: Sequence[str], otherwise: Sequence[int] = ()) -> str:
+        ranks = [rank for rank, key in enumerate(keys) if not store.check([key])] or otherwise
+        return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}" if ranks else ""
 
     if world.rank != 0:
         called = f"call/{token}"
         if world.rank == 1 or world.local_rank == 0:
-            patience.wait(lambda: store.check(here[:1]), lambda: [0])
+            patience.wait(lambda: store.check(here[:1]), lambda: "rank 0", ADVICE)
         with contextlib.suppress(DistStoreError):
             store.wait([called], patience.left())
-        patience.wait(lambda: store.check([called]), lambda: missing(here) or [0])
+        patience.wait(lambda: store.check([called]), lambda: missing(here, [0]), ADVICE)
         name = store.get(called).decode()
         store.set(f"arrived/{name}/{world.rank}", "")
         return name
@@ -144,7 +148,7 @@ def call_roll(store: Store, world: World, patience: Patience) -> str:
             called_ranks.add(one)
         return store.check(arrived)
 
-    patience.wait(all_have_arrived, lambda: missing(here) or missing(arrived))
+    patience.wait(all_have_arrived, lambda: missing(here) or missing(arrived), ADVICE)
     return token
 
 
@@ -160,7 +164,7 @@ class Patience:
     """How one rank waits in one meeting, until `deadline`; `timeout_seconds`: of the whole meeting."""
 
     def __init__(self, world: World, timeout_seconds: float, report: Callable[[str], None]) -> None:
-        self._who, self.timeout_seconds, self._report = f"rank {world.rank} of {world.size}", timeout_seconds, report
+        self._who, self._seconds, self._report = f"rank {world.rank} of {world.size}", timeout_seconds, report
         self._deadline = time.monotonic() + timeout_seconds
         self._next_words = time.monotonic() + SAY_EVERY_SECONDS
 
@@ -168,25 +172,20 @@ class Patience:
         """The time until the deadline."""
         return timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))
 
-    def wait(self, is_over: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Return once it `is_over`; meanwhile report the `missing` ranks. Raises: TimeoutError: it names them."""
+    def wait(
+        self, is_over: Callable[[], bool], awaited: Callable[[], str], advice: str, *, speaks: bool = True
+    ) -> None:
+        """Return once it `is_over`. Meanwhile a rank that `speaks` reports what is `awaited`.
+
+        Raises: TimeoutError: it names what is awaited.
+        """
         started = time.monotonic()
         while not is_over():
-            if time.monotonic() > min(self._next_words, self._deadline):
-                ranks = missing()
-                self.check(
-                    f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}",
-                    ", which did not arrive. Check that every rank was started, and that all of them reach `launch`.",
-                    speaks=True,
-                )
-            time.sleep(min(max((time.monotonic() - started) * LATER, 0.001), LONGEST_PAUSE_SECONDS))
-
-    def check(self, awaited: str, advice: str, *, speaks: bool) -> None:
-        """Called while something is awaited. Raises: TimeoutError."""
-        now = time.monotonic()
-        if now > self._deadline:
-            raise TimeoutError(f"{self._who.capitalize()} waited {self.timeout_seconds:g} s for {awaited}{advice}")
-        if now > self._next_words:
-            self._next_words = now + SAY_EVERY_SECONDS
-            if speaks:
-                self._report(f"{self._who} waits for {awaited}")
+            now = time.monotonic()
+            if now > self._deadline:
+                raise TimeoutError(f"{self._who.capitalize()} waited {self._seconds:g} s for {awaited()}{advice}")
+            if now > self._next_words:
+                self._next_words = now + SAY_EVERY_SECONDS
+                if speaks:
+                    self._report(f"{self._who} waits for {awaited()}")
+            time.sleep(min(max((now - started) * LATER, 0.001), LONGEST_PAUSE_SECONDS))

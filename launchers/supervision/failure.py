@@ -20,9 +20,6 @@ RECENT_NS = 1_500_000_000
 """A rank that ended longer than this before a failure is not its cause. Not measured: peers notice within milliseconds
 unless they compute."""
 
-OF_COLLECTIVES = ("gloo", "NCCL", "c10d", "torch/distributed", "ProcessGroup", "TCPStore", "Horovod", "horovod")
-"""Text found in the traceback of a collective that lost a peer, but not in that of, say, an upload that timed out."""
-
 
 def death(rank: int, at_ns: int, code: int, stack: str, *, without_result: bool) -> Failure:
     """The failure of a rank that ended with `code` (negative: a signal's number) without a report."""
@@ -53,7 +50,7 @@ def first(failures: Sequence[Failure], left: Sequence[Failure] = ()) -> Failure:
     that ended last before them.
     """
     earliest = min(failures, key=lambda failure: (failure.lost_peer, failure.at_ns))
-    if not left or not earliest.lost_peer or not any(words in earliest.traceback for words in OF_COLLECTIVES):
+    if not left or not earliest.lost_peer:
         return earliest
     # A rank that ended long before is not the cause; one that ended a moment after may have been noticed late.
     recent = departed_recently(failures, left)

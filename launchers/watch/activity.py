@@ -56,8 +56,7 @@ class Activity:
     seconds: float | None = None
     """Duration of the collective, or the time since the last one; None: unknown."""
     calls: tuple[Call, ...] = ()
-    """The last collectives, oldest first: as many as are recorded if requested, otherwise the pending ones and the last
-    one of each process group."""
+    """The last collectives that are recorded, oldest first."""
 
     def to_bytes(self) -> bytes:
         """Serialize."""

@@ -124,7 +124,7 @@ class Watcher:
 
     # What this rank does
 
-    def activity(self, *, with_calls: bool = False) -> Activity:
+    def activity(self) -> Activity:
         """What the rank is doing now."""
         calls, now_ns = tuple(self._journal.calls(with_lines=True)), time.time_ns()
         frames = frames_of(sys._current_frames().get(self._thread_id))
@@ -140,9 +140,6 @@ class Watcher:
             kind, words, seconds = "collective", f"waits in {frames[0][2]}", None
         elif is_within(frames, *DATA_LOADER):
             kind, words = "loader", "waits for a worker of its DataLoader"
-        if not with_calls:  # the pending ones, and the last one of each group
-            last = {call.group: call for call in calls}
-            calls = tuple(call for call in calls if call.pending or call is last[call.group])
         return Activity(rank=self._world.rank, kind=kind, words=words, where=where, seconds=seconds, calls=calls)
 
     # The thread
@@ -156,7 +153,8 @@ class Watcher:
     def _look(self) -> float:
         """Report a call that waits too long, and again after twice the time. Returns seconds until the next look."""
         pause = min(max(self._report_after / 6, 0.05), LOOK_SECONDS)
-        call = self._longest_call()
+        calls = self._journal.calls(with_lines=False) if self._journal.is_waiting() else ()
+        call = next((call for call in calls if call.pending), None)
         if call is None:
             self._told = None
             return pause
@@ -173,12 +171,6 @@ class Watcher:
                 threading.Thread(target=self._tell, args=(question,), daemon=True, name="fabric-watch-tell").start()
         return min(pause, max(left, 0.05)) if left > 0 else pause
 
-    def _longest_call(self) -> Call | None:
-        """The first pending call."""
-        if not self._journal.is_waiting():
-            return None
-        return next((call for call in self._journal.calls(with_lines=False) if call.pending), None)
-
     def _tell(self, question: str) -> None:
         """Let the lowest rank that answers ask all ranks and print; this rank, if none of them answers."""
         with contextlib.suppress(Exception):  # the store may be gone: the job is ending
@@ -190,9 +182,9 @@ class Watcher:
     def _answer(self, question: str) -> bytes:
         word, _, rest = question.partition(" ")
         match word:
-            case "activity" | "journal":
+            case "activity":
                 self._asked_at = time.monotonic()
-                return self.activity(with_calls=word == "journal").to_bytes()
+                return self.activity().to_bytes()
             case "waits" | "ends" | "over":
                 threading.Thread(target=self._print, args=(word,), daemon=True, name="fabric-watch-ask").start()
             case "failed":
@@ -206,7 +198,7 @@ class Watcher:
 
     def table(self, *, if_waiting_seconds: float = 0.0) -> str:
         """The table; empty if no rank has waited in a collective for that long."""
-        activities = self._all_activities("activity")
+        activities = self._all_activities()
         waited = max((each.seconds or 0.0 for each in activities if each.kind == "collective"), default=-1.0)
         return "" if waited < if_waiting_seconds else who_waits(activities)
 
@@ -216,7 +208,7 @@ class Watcher:
             apart = self._report_after / 2 if question == "waits" else LAST_WORDS_SECONDS
             if time.monotonic() - self._printed_at.get(question, -_NEVER) < apart:
                 return
-            activities = self._all_activities("activity" if question == "waits" else "journal")
+            activities = self._all_activities()
             self._printed_at[question] = time.monotonic()
             if question != "over":
                 difference = first_difference(activities) if question == "ends" else ""
@@ -228,7 +220,6 @@ class Watcher:
             why = TIMED_OUT if question == "over" else why_none_goes_on(activities, self._waited_in)
             self._waited_in = waiting_calls(activities)
             if why:
-                activities = self._all_activities("journal")
                 last = ADVICE if why == DIVERGED else who_waits(activities)
                 self._end_all("\n".join(filter(None, [why, first_difference(activities), last])))
 
@@ -251,18 +242,16 @@ class Watcher:
         if self._supervisor is None:
             os._exit(1)
 
-    def _all_activities(self, question: str) -> list[Activity]:
+    def _all_activities(self) -> list[Activity]:
         """The activities of all ranks, in rank order."""
         places = self._places(range(self._world.size))
-        answers = ask_all([place for place in places if place.rank != self._world.rank], question, ANSWER_SECONDS)
-        activities = {self._world.rank: self.activity(with_calls=question == "journal")}
+        answers = ask_all([place for place in places if place.rank != self._world.rank], "activity", ANSWER_SECONDS)
+        activities = {self._world.rank: self.activity()}
         for rank, answer in answers.items():
             if isinstance(answer, bytes):
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     activities[rank] = Activity.from_bytes(answer)
-        absent = [place for place in places if place.rank not in activities]
-        activities.update((place.rank, self._absent(place, answers[place.rank])) for place in absent)
-        return [activities[rank] for rank in range(self._world.size)]
+        return [activities.get(place.rank) or self._absent(place, answers[place.rank]) for place in places]
 
     def _places(self, ranks: Iterable[int]) -> list[Place]:
         """Uses a connection of its own: the main thread's may be blocked."""

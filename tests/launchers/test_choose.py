@@ -211,8 +211,8 @@ def test_a_script_without_a_main_guard_raises_with_what_to_write(tmp_path: Path,
     (tmp_path / "program.py").write_text(lines(CALL, word=word))
     done = run([tmp_path / "program.py"])
     assert done.returncode == 1
-    assert "Put what runs the script under `if __name__ == '__main__':`." in done.stderr.splitlines()[-1]
-    assert "program.py launches while a rank imports it" in done.stderr
+    assert "under `if __name__ == '__main__':`." in done.stderr.splitlines()[-1]
+    assert "program.py launches while another process imports it: a rank, or a worker" in done.stderr
 
 
 @pytest.mark.thorough

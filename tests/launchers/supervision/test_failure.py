@@ -230,10 +230,19 @@ def test_a_rank_that_left_is_the_cause_if_a_collective_lost_its_peer() -> None:
     assert first([noticed], [left(2, -60_000), left(1, 8), left(3, 12)]).rank == 1
 
 
-def test_a_rank_that_left_is_not_the_cause_of_an_error_of_another_connection() -> None:
-    upload = failure_of(0, 7, lost_peer=True, trace="requests/adapters.py: Connection refused")
-    assert first([upload], [left(1, 3)]) is upload
+def test_a_rank_that_left_is_not_the_cause_of_another_error() -> None:
     assert first([failure_of(0, 7)], [left(1, 3)]).rank == 0
+
+
+def lose_another_connection(world: World) -> None:
+    if world.rank == 1:
+        raise ConnectionRefusedError("Connection refused: an upload")
+
+
+def test_a_rank_that_loses_the_connection_to_another_service_is_named() -> None:
+    with pytest.raises(WorkerError, match="rank 1 of 2 failed first: ConnectionRefusedError") as caught:
+        run_world(2, lose_another_connection)
+    assert caught.value.rank == 1
 
 
 LEFT = """
