@@ -8,8 +8,8 @@ What was open before the fork belongs to the launching process, which waits for 
 - functions of `atexit` and the end of a `with` block around `launch()` run there, once, after all ranks have ended; a
   rank runs those that it has registered itself;
 - buffers of open files, of log handlers and of C's streams are flushed before the fork;
-- a `TemporaryDirectory` or `NamedTemporaryFile` is deleted there; a rank's copy deletes nothing, even if the rank
-  closes it, calls `cleanup()` or leaves its `with` block;
+- a `TemporaryDirectory` or `NamedTemporaryFile` is deleted there; a rank's copy deletes nothing, unless the rank calls
+  `cleanup()` or leaves its `with` block; other finalizers (`weakref.finalize`) run there alone, too;
 - children of `multiprocessing` are joined and ended there; proxies of a `Manager` reconnect in each rank.
 
 The following cannot be separated after a fork; open it after `launch()`:
@@ -18,8 +18,7 @@ The following cannot be separated after a fork; open it after `launch()`:
 - a compressed or zip file that is being written, whose end each rank would write, and files of libraries that buffer by
   themselves (HDF5, Arrow);
 - connections: sockets, HTTP sessions, SQLite and other databases;
-- exit functions that a rank needs of a library imported before (coverage measurement), and finalizers of other objects
-  (`weakref.finalize`), which run in each rank in which the object ends.
+- exit functions and finalizers that a rank needs of a library imported before (coverage measurement).
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.process.os_process import exit_fd
 from fabric.launchers.process.program import Program, this_program
 from fabric.launchers.rank import task as tasks
+from fabric.launchers.rank.rank import rank_environ
 from fabric.launchers.rank.task import CallFunction, RunScript
+from fabric.launchers.registry import launcher_row
 from fabric.launchers.supervision import ending
 from fabric.launchers.supervision.supervisor import Child, Supervisor, supervise
 from fabric.launchers.world import World
@@ -39,11 +41,9 @@ class Script(Launcher):
 
     def __init__(self, topology: Topology, word: str = "script", max_restarts: int = 0) -> None:
         self.topology, self.word, self.max_restarts, self.program = topology, word, max_restarts, this_program()
-        if not self.program.can_run_again:
-            raise ValueError(
-                f"`launcher={word!r}` runs the program's file once per rank, but this is {self.program.words}: there "
-                "is no file. Pass `launcher='fork'`, or save the program and run it as `python FILE`."
-            )
+        why_not = launcher_row("script").why_not(self.program)
+        if why_not is not None:
+            raise ValueError(why_not)
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
         if _launched:
@@ -73,7 +73,7 @@ def start_interpreter(program: Program, world: World, task: CallFunction | RunSc
         process = subprocess.Popen(
             [sys.executable, *program.flags, BOOT, str(file.fileno()), str(writer), str(os.getpid())],
             pass_fds=(file.fileno(), writer),
-            env=tasks.environ_of(world),
+            env={**os.environ, **rank_environ(world, dict(os.environ))},
         )
     os.close(writer)
     return Child(rank=world.rank, pid=process.pid, exit_fd=exit_fd(process.pid), reap=process.wait, report_fd=reader)

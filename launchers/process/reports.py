@@ -1,8 +1,7 @@
 """What a rank reports to its supervisor over a pipe: a result, or a failure with the user's own traceback.
 
-Each report is a frame: one byte, eight bytes of length, a pickle. When a rank dies of a signal, Python's fault handler
-writes the stacks of all threads into the same pipe as plain text, which starts with `Fatal` and comes last. Processes
-that the rank forks, such as data-loader workers, close the pipe: what they write goes to stderr.
+Each report is a frame: eight bytes of length, a pickle. When a rank dies of a signal, Python's fault handler writes the
+stacks of its threads to its stderr. Processes that the rank forks, such as data-loader workers, close the pipe.
 
 # Note [Signal handlers that raise]
 `DataLoader` raises from its handler of SIGCHLD when a worker dies, at whatever line the main thread has reached. A rank
@@ -30,14 +29,7 @@ from typing import Any
 from fabric.launchers.process import pickling
 from fabric.launchers.process.stack import OURS, users_line
 
-HEADER = struct.Struct("!cQ")
-FRAME = b"\0"
-
-FATAL = b"Fatal Python error: "
-FROM_A_LIBRARY = (
-    "It came from a thread that runs no Python: one of gloo, NCCL, OpenMP or another library, which may have written "
-    "why to stderr. gloo aborts if ranks make different calls: `fabric run --sanitize always` compares them before."
-)
+HEADER = struct.Struct("!Q")
 
 LOST_PEER = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Read error|recvValue failed|"
@@ -65,7 +57,7 @@ class Failure:
     summary: str
     """One line: `ValueError: boom`, `killed by SIGSEGV`, `left with exit code 3`."""
     traceback: str = ""
-    """The user's frames, without those of fabric; or the stacks at a fatal signal."""
+    """The user's frames, without those of fabric."""
     where: str = ""
     """The user's line that raised: `train.py:12 in main`."""
     exception: bytes | None = None
@@ -92,9 +84,9 @@ class Reporter:
         self.has_told_the_end = False
         """Whether a failure, or the end of the program, was sent."""
         os.set_inheritable(fd, False)
-        self._takes_fatal = not faulthandler.is_enabled()  # otherwise the user has already chosen where the stack goes
-        if self._takes_fatal:
-            faulthandler.enable(fd, all_threads=True)
+        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+            with contextlib.suppress(OSError, ValueError):
+                faulthandler.enable(sys.__stderr__)
         os.register_at_fork(after_in_child=self._abandon)
 
     @property
@@ -103,15 +95,9 @@ class Reporter:
         return os.getpid() == self._pid
 
     def _abandon(self) -> None:
-        """In a process that the rank forked: do not report its stacks as the rank's, and do not keep the pipe open."""
-        if os.getppid() != self._pid:  # a child of the child, which has closed the pipe already
-            return
-        if self._takes_fatal:
-            faulthandler.disable()
-            if sys.__stderr__ is not None:
-                with contextlib.suppress(OSError, ValueError):
-                    faulthandler.enable(sys.__stderr__, all_threads=False)
-        os.close(self._fd)
+        """In a process that the rank forked: do not keep the pipe open. A child of the child has none any more."""
+        if os.getppid() == self._pid:
+            os.close(self._fd)
 
     def result(self, value: Any) -> None:
         """Send what the function returned. Raises TypeError where it cannot be sent."""
@@ -144,7 +130,7 @@ class Reporter:
         if not self.is_own:
             return
         body = pickle.dumps(report, protocol=pickle.HIGHEST_PROTOCOL)
-        view = memoryview(HEADER.pack(FRAME, len(body)) + body)
+        view = memoryview(HEADER.pack(len(body)) + body)
         # The supervisor may be gone, and this process about to be killed. A frame that is longer than the pipe's buffer
         # would be mixed with one of another thread.
         with contextlib.suppress(BrokenPipeError), self._writes:
@@ -160,22 +146,13 @@ def _forget_workers() -> None:
 
 def read_reports(received: bytearray) -> Iterator[object]:
     """Take each complete report out of the bytes that a rank has sent."""
-    while len(received) >= HEADER.size and received.startswith(FRAME):
-        end = HEADER.size + HEADER.unpack_from(received)[1]
+    while len(received) >= HEADER.size:
+        end = HEADER.size + HEADER.unpack_from(received)[0]
         if len(received) < end:
             return
         report = pickle.loads(memoryview(received)[HEADER.size : end])
         del received[:end]
         yield report
-
-
-def fatal_stack(received: bytearray) -> str:
-    """The stacks that the fault handler wrote, if any: the most recent call first, the main thread last."""
-    start = received.find(FATAL)  # before it may be a report that the signal cut short
-    if start < 0:
-        return ""
-    text = received[start:].decode(errors="replace").partition("\nExtension modules: ")[0].rstrip()
-    return text if "\nCurrent thread" in text else f"{text}\n\n{FROM_A_LIBRARY}"
 
 
 def _failure(rank: int, at_ns: int, error: BaseException) -> Failure:

@@ -11,8 +11,9 @@ from fabric.launchers.process.reports import Failure
 
 REASONS = {
     signal.SIGKILL: "somebody's `kill -9`, or the kernel when memory ran out",
-    signal.SIGSEGV: "segmentation fault",
-    signal.SIGABRT: "it aborted itself",
+    signal.SIGSEGV: "segmentation fault; its stack is on stderr",
+    signal.SIGABRT: "it aborted itself; its stack is on stderr. gloo aborts if ranks make different calls: `fabric run "
+    "--sanitize always` compares them before",
     signal.SIGBUS: "bus error: often a full /dev/shm",
 }
 
@@ -21,7 +22,7 @@ RECENT_NS = 1_500_000_000
 unless they compute."""
 
 
-def death(rank: int, at_ns: int, code: int, stack: str, *, without_result: bool) -> Failure:
+def death(rank: int, at_ns: int, code: int, *, without_result: bool) -> Failure:
     """The failure of a rank that ended with `code` (negative: a signal's number) without a report."""
     if code < 0:
         reason = REASONS.get(signal.Signals(-code))
@@ -32,7 +33,6 @@ def death(rank: int, at_ns: int, code: int, stack: str, *, without_result: bool)
         rank=rank,
         at_ns=at_ns,
         summary=summary,
-        traceback=stack,
         exit_code=code if code >= 0 else None,
         signal=-code if code < 0 else None,
     )

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from fabric.launchers.launcher import Topology
 from fabric.launchers.process.os_process import kill_group, signal_rank
-from fabric.launchers.process.reports import Failure, Leaving, Result, fatal_stack, read_reports
+from fabric.launchers.process.reports import Failure, Leaving, Result, read_reports
 from fabric.launchers.rendezvous.store_server import MeetingPoint
 from fabric.launchers.supervision import failure
 from fabric.launchers.supervision.guardian import Guardian
@@ -218,8 +218,7 @@ class Supervisor:
             if self.failures and not self._stopping:
                 self._after(REPORT_SECONDS, self._terminate)
         else:
-            stack = fatal_stack(child.received)
-            self._fail(failure.death(child.rank, at_ns, code, stack, without_result=without_result))
+            self._fail(failure.death(child.rank, at_ns, code, without_result=without_result))
 
     def _departure(self, child: Child, at_ns: int, how: str) -> Failure:
         at_ns = at_ns if child.leaving is None else child.leaving.at_ns

@@ -167,7 +167,7 @@ def test_an_explicit_fork_after_a_tensor_operation_is_an_error_with_the_reason()
 @pytest.mark.slow
 def test_script_without_a_file_says_which_launcher_works() -> None:
     done = run(["-c", lines(ENTER, word="script")])
-    assert "but this is `python -c`: there is no file. Pass `launcher='fork'`" in done.stderr
+    assert "but this is `python -c` and has no file. Write `launcher='fork'`" in done.stderr
 
 
 @pytest.mark.slow

@@ -30,7 +30,8 @@ def function(world, failures):
 def main(case, size, failures, max_restarts):
     chosen = choose_launcher(
         "auto" if detect_world(os.environ) else "elastic",
-        Topology(num_processes=size), function=function, world=detect_world(os.environ), max_restarts=max_restarts,
+        Topology(num_processes=size), function=function if case == "launch" else None,
+        world=detect_world(os.environ), max_restarts=max_restarts,
     )
     if case == "launch":
         result = chosen.launch(function, failures)

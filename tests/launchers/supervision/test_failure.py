@@ -80,13 +80,13 @@ def test_the_message_ends_with_the_users_own_frames() -> None:
     assert "in break_down" in str(caught.value)
 
 
-def test_a_segfault_is_named_and_shows_the_users_line() -> None:
+def test_a_segfault_is_named_and_the_users_line_is_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
-        WorkerError, match=r"rank 1 of 2 failed first: killed by SIGSEGV \(segmentation fault\)"
+        WorkerError, match=r"rank 1 of 2 failed first: killed by SIGSEGV \(segmentation fault"
     ) as caught:
         run_world(2, break_one_rank, "segfault")
     assert (caught.value.rank, caught.value.signal, caught.value.exit_code) == (1, signal.SIGSEGV, None)
-    assert "in break_down" in str(caught.value)
+    assert "in break_down" in capfd.readouterr().err
 
 
 def test_a_rank_killed_from_outside_is_named_with_what_may_have_done_it() -> None:
@@ -441,12 +441,7 @@ def abort_in_a_thread(world: World) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_an_abort_in_a_library_s_thread_shows_where_the_main_thread_was() -> None:
-    with pytest.raises(
-        WorkerError, match=r"rank 1 of 2 failed first: killed by SIGABRT \(it aborted itself\)"
-    ) as caught:
+def test_an_abort_in_a_library_s_thread_shows_where_the_main_thread_was(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 failed first: killed by SIGABRT \(it aborted itself; .* gloo"):
         run_world(2, abort_in_a_thread)
-    text = str(caught.value)
-    assert "It came from a thread that runs no Python: one of gloo, NCCL, OpenMP or another library, which" in text
-    assert "in abort_in_a_thread\n" in text
-    assert "Extension modules" not in text
+    assert "in abort_in_a_thread\n" in capfd.readouterr().err
