@@ -28,7 +28,6 @@ import os
 import random
 import signal
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
@@ -101,10 +100,13 @@ def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING + PASSED_ON)
             os.close(writer)
-            reap = partial(_reap, pid)
-            supervisor.add(Child(rank=world.rank, pid=pid, exit_fd=exit_fd(pid), reap=reap, report_fd=reader))
+            supervisor.add(
+                Child(
+                    rank=world.rank,
+                    pid=pid,
+                    exit_fd=exit_fd(pid),
+                    reap=lambda pid=pid: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]),
+                    report_fd=reader,
+                )
+            )
     return None
-
-
-def _reap(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -89,7 +89,7 @@ class Supervisor:
         self._point = MeetingPoint(self.topology)
         self._guardian = Guardian()
         self._selector = selectors.DefaultSelector()
-        self.signals.__enter__()
+        self.signals.install()
         self._selector.register(self.signals.wake_fd, selectors.EVENT_READ, self._handle_signals)
         return self
 
