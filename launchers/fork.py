@@ -100,13 +100,5 @@ def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING + PASSED_ON)
             os.close(writer)
-            supervisor.add(
-                Child(
-                    rank=world.rank,
-                    pid=pid,
-                    exit_fd=exit_fd(pid),
-                    reap=lambda pid=pid: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]),
-                    report_fd=reader,
-                )
-            )
+            supervisor.add(Child(rank=world.rank, pid=pid, exit_fd=exit_fd(pid), report_fd=reader))
     return None

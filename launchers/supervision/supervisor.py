@@ -55,9 +55,10 @@ class Child:
     pid: int
     exit_fd: int
     """Readable once the rank has ended."""
-    reap: Callable[[], int]
-    """Returns its exit code, or minus the signal that killed it. Called once, after the rank has ended."""
     report_fd: int
+    reap: Callable[[], int] | None = None
+    """Returns its exit code, or minus the signal that killed it. Called once, after the rank has ended. None: a child
+    of this process."""
     received: bytearray = field(default_factory=bytearray)
     """What was read of its reports, and is not complete yet."""
     leaving: Leaving | None = None
@@ -204,7 +205,7 @@ class Supervisor:
         for fd in (child.report_fd, child.exit_fd, *(stream.reader for stream in streams)):
             self._ignore(fd)
         kill_group(child.pid, signal.SIGKILL)  # before it is reaped: then its number may be reused
-        code = child.reap()
+        code = child.reap() if child.reap else os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
         self._guardian.forget(child.pid)
         os.close(child.report_fd)
         os.close(child.exit_fd)
