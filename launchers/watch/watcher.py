@@ -260,13 +260,15 @@ class Watcher:
 
     def _absent(self, place: Place, answer: bytes | Silence) -> Activity:
         """The state of a rank that did not answer."""
+        words = f"does not answer: process {place.pid} is stopped, or in C code that holds Python's lock"
+        if answer == "refused":
+            words = "has ended, or closed its fabric"
+        elif answer == "unreachable":
+            words = "cannot be reached"
         return Activity(
             rank=place.rank,
             kind="gone" if answer in ("refused", "unreachable") else "silent",
-            words={
-                "refused": "has ended, or closed its fabric",
-                "unreachable": "cannot be reached",
-            }.get(answer, f"does not answer: process {place.pid} is stopped, or in C code that holds Python's lock"),
+            words=words,
             where="" if self._world.num_nodes == 1 else f"on {place.host}",
         )
 

@@ -113,6 +113,7 @@ import torch
 from torch.utils.data import DataLoader
 from fabric import Fabric
 
+torch.manual_seed(0)
 fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher=sys.argv[1])
 fabric.launch()
 model = torch.nn.Linear(4, 1)
