@@ -18,7 +18,6 @@ from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.process.os_process import exit_fd
 from fabric.launchers.process.program import Program, this_program
 from fabric.launchers.rank import task as tasks
-from fabric.launchers.rank.rank import rank_environ
 from fabric.launchers.rank.task import CallFunction, RunScript
 from fabric.launchers.registry import launcher_row
 from fabric.launchers.supervision import ending
@@ -73,7 +72,7 @@ def start_interpreter(program: Program, world: World, task: CallFunction | RunSc
         process = subprocess.Popen(
             [sys.executable, *program.flags, BOOT, str(file.fileno()), str(writer), str(os.getpid())],
             pass_fds=(file.fileno(), writer),
-            env={**os.environ, **rank_environ(world, dict(os.environ))},
+            env=tasks.environ_of(world),
         )
     os.close(writer)
     return Child(rank=world.rank, pid=process.pid, exit_fd=exit_fd(process.pid), reap=process.wait, report_fd=reader)

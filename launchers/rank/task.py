@@ -17,7 +17,7 @@ from typing import IO, Any, NoReturn
 
 from fabric.launchers.process import pickling
 from fabric.launchers.process import program as main_module
-from fabric.launchers.rank.rank import become_rank, run_and_end, run_to_the_end
+from fabric.launchers.rank.rank import become_rank, rank_environ, run_and_end, run_to_the_end
 from fabric.launchers.world import World
 
 RANDOM = {
@@ -122,3 +122,8 @@ def _call(world: World, task: CallFunction) -> Any:
     for name, state in task.random_states.items():  # an import may have drawn random numbers
         getattr(import_module(name), RANDOM[name][1])(state)
     return worker(world, *args)
+
+
+def environ_of(world: World) -> dict[str, str]:
+    """The environment of a new interpreter, set before torch reads it."""
+    return {**os.environ, **rank_environ(world, dict(os.environ))}
