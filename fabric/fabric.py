@@ -355,7 +355,6 @@ class Fabric:
         move_to_device: bool = True,
         use: Use | None = None,
         uneven: Uneven | None = None,
-        dispatch: bool = False,
     ) -> Loader: ...
     @overload
     def setup_dataloaders(
@@ -368,7 +367,6 @@ class Fabric:
         move_to_device: bool = True,
         use: Use | None = None,
         uneven: Uneven | None = None,
-        dispatch: bool = False,
     ) -> tuple[Loader, Loader2]: ...
     @overload
     def setup_dataloaders(
@@ -378,7 +376,6 @@ class Fabric:
         move_to_device: bool = True,
         use: Use | None = None,
         uneven: Uneven | None = None,
-        dispatch: bool = False,
     ) -> Any: ...
     def setup_dataloaders(
         self,
@@ -387,7 +384,6 @@ class Fabric:
         move_to_device: bool = True,
         use: Use | None = None,
         uneven: Uneven | None = None,
-        dispatch: bool = False,
     ) -> Any:
         """Split the data over the ranks, and move batches to the device; returns the loader, or a tuple in order.
 
@@ -401,10 +397,6 @@ class Fabric:
         ranks only, use another `use` than 'train'. With `use_distributed_sampler=False` this happens only if `uneven`
         is given. In evaluation ranks may have different numbers of batches, except under strategies that gather
         parameters in forward: there "repeat" evaluates all data, and without it different numbers are an error.
-        `dispatch=True`: rank 0 alone reads the loader, and sends each rank whole batches in turn, as the loader made
-        them: for data that cannot be read in parts. Before each step the ranks wait for rank 0; an error of the loader
-        is raised on every rank (DispatchError). The other ranks pass any iterable. All iterate, and leave their loop
-        at the same step.
         Data that is already split for this rank (`DistributedSampler`, `split_dataset_by_node` of a stream,
         webdataset's `split_by_node`, any sampler with a rank) is not split again. A map-style dataset that was split
         before (`datasets.Dataset.shard`, `Subset`) cannot be recognised: it raises if the ranks' datasets differ.
@@ -413,8 +405,8 @@ class Fabric:
         """
         if not loaders:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
-        check_loader_options(use, uneven, dispatch=dispatch, distribute=use_distributed_sampler)
-        runtime = replace(self._connected, uneven=uneven, dispatch=dispatch)
+        check_loader_options(use, uneven)
+        runtime = replace(self._connected, uneven=uneven)
         if uneven == "repeat" and use in (None, "train"):
             self._accumulation.repeated = runtime.loader_numbers.repeated
             self._accumulation.guard(self._objects.optimizers)

@@ -171,16 +171,6 @@ def test_in_the_last_window_of_an_epoch_the_loop_is_within_it(name: str) -> None
     assert str(again) == str(following)
 
 
-def test_nodes_that_were_saved_after_the_last_batch_end_at_once() -> None:
-    loader, _ = prepared("nodes")
-    whole = [(batch, loader.state_dict()) for batch in loader]
-    resumed, _ = prepared("nodes", whole[-1][1])
-    assert list(resumed) == []
-    assert list(resumed) == list(loader)
-    assert next(iter(resumed)) == [200, 201]
-    assert resumed.state_dict()["loader"]["num_yielded"] == 1
-
-
 def test_a_stateful_loader_of_a_shared_stream_can_be_resumed_twice_in_an_epoch() -> None:
     def make() -> list[Any]:
         return share_out(lambda _: StatefulDataLoader(Unstated(), 2), 2)
