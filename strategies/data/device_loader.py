@@ -89,8 +89,6 @@ class Restored:
     """The number of the epoch; None if it is not known."""
     is_spent: bool = False
     """Whether the loop must find this epoch at its end, before the next one begins."""
-    is_mid_epoch: bool = False
-    """Whether the loop had received a batch of an order that all ranks share."""
 
 
 def loader_name(loader: object) -> str:
@@ -112,8 +110,6 @@ class DeviceLoader:
         self._restored: Restored | None = None
         self._begun_at: Restored | None = None
         """The restored position at which the latest iteration began."""
-        self._unread: Epoch | None = None
-        """An epoch that began at a restored position, and of which no batch may have been read."""
         self._epoch: int | None = None
         """The number that was passed to `set_epoch`, or restored."""
         self.iteration = Iteration()
@@ -130,14 +126,12 @@ class DeviceLoader:
             begin()
         if restored.over is not None and reading.position is not None:
             self._leave_rest(restored.over)
-        self._leave_unread()
         with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
             if reading.order is not None and opened is not None:
                 reading.announce(reading.order.seed, opened.number)
             batches = self._begin()
         if reading.stream is not None and opened is not None:
             batches = islice(batches, opened.begun_at.batches, None)
-        self._unread = opened if restored.is_mid_epoch else None
         agreed = None
         if restored.has_ended and reading.position is not None:
             with preserved_rngs():
@@ -239,19 +233,17 @@ class DeviceLoader:
         distributed over ranks.
         Raises: ValueError: the state is of a loader of another kind, over other data, or with other batches per step.
         """
-        reading, position, is_mid_epoch = self._reading, self.fitting(state_dict), False
+        reading, position = self._reading, self.fitting(state_dict)
         if reading.order is not None:
-            is_mid_epoch = position["batches"] > 0 or position["start"] > 0
             reading.order.load_state_dict(position if reading.position is None else position | asdict(Position()))
         self._epoch = state_dict.get("epoch") if reading.order is None else reading.order.epoch
-        self._resumes, self._unread = True, None
+        self._resumes = True
         self._restored = Restored(
             loader=state_dict.get("loader"),
             over=state_dict.get("over"),
             has_ended=state_dict.get("ended", False),
             epoch=self._epoch,
             is_spent=state_dict.get("spent", False),
-            is_mid_epoch=is_mid_epoch,
         )
         if not self.iteration.is_open:
             self.iteration = Iteration()
@@ -367,14 +359,6 @@ class DeviceLoader:
         if self._epoch is not None:  # the restored state may have another
             for part in self._reading.epochal:
                 part.set_epoch(self._epoch)
-
-    def _leave_unread(self) -> None:
-        """Leave an epoch that was restored, if its rest was begun and not read: another loader of a `zip` had ended."""
-        epoch, self._unread = self._unread, None
-        order = self._reading.order
-        if epoch is not None and order is not None and not self.iteration.num_batches and not epoch.over:
-            order.count(epoch)
-            order.settle()
 
     def _example(self) -> Any:
         """A batch of this rank's data, from the beginning of an epoch; None if there is none. Changes no position."""

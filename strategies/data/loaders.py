@@ -334,9 +334,8 @@ def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool)
     ahead = False
     if isinstance(loader, DataLoader) and own_position(loader) is None:
         ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
-    when_ended = setup.when_ended or ("error" if setup.uneven else "stop")
     votes = setup.ranks.votes()
-    return Agreement(when_ended, votes, words, setup.report, ahead=ahead, trains=not setup.uneven)
+    return Agreement(setup.when_ended or "stop", votes, words, setup.report, ahead=ahead, trains=not setup.uneven)
 
 
 def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:

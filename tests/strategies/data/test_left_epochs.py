@@ -136,18 +136,6 @@ def test_a_look_at_one_batch_of_a_resumed_loader_does_not_move_it(name: str) -> 
     assert first(again, 9) == rest
 
 
-@pytest.mark.parametrize("name", ["plain", "stateful"])
-def test_a_zip_that_ends_at_once_leaves_the_epochs_of_its_other_loaders(name: str) -> None:
-    loader, numbers = prepared(name)
-    seen = []
-    for _ in zip(range(3), loader, strict=False):
-        numbers.num_backwards += 1
-        seen.append(loader.state_dict())
-    resumed, _ = prepared(name, seen[-1])
-    assert list(zip([], resumed, strict=False)) == []
-    assert first(resumed, 10) == first(loader, 10)
-
-
 def windows(loader: Any, numbers: LoopProgress) -> Iterator[list[Any]]:
     return Accumulation().windows(loader, 4, (), nullcontext, numbers.ahead)  # type: ignore[arg-type,return-value]
 
