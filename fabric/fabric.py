@@ -390,12 +390,13 @@ class Fabric:
         The user's loader is neither changed nor constructed again. `use`: train (default), validate, test or predict.
         `use_distributed_sampler=False`: every rank reads its loader as it is.
         `uneven`: what ranks that train on streams of different lengths do when the first stream ends: "stop" together
-        (the default, with a message), or "repeat" their last batch until all streams have ended. A repeated batch counts zero in `fabric.backward`, with and without `weight=`: gradients are those of the ranks
-        that still have data (after `loss.backward()`, which would count it, a step raises). The ranks exchange messages
-        to agree on who has data, so every rank must iterate, and leave its loop at the same step; for a loop on some
-        ranks only, use another `use` than 'train'. With `use_distributed_sampler=False` this happens only if `uneven`
-        is given. In evaluation ranks may have different numbers of batches, except under strategies that gather
-        parameters in forward: there "repeat" evaluates all data, and without it different numbers are an error.
+        (the default, with a message), or "repeat" their last batch until all streams have ended. A repeated batch
+        counts zero in `fabric.backward`, with and without `weight=`: gradients are those of the ranks that still have
+        data (after `loss.backward()`, which would count it, a step raises). The ranks exchange messages to agree on
+        who has data, so every rank must iterate, and leave its loop at the same step; for a loop on some ranks only,
+        use another `use` than 'train'. With `use_distributed_sampler=False` this happens only if `uneven` is given. In
+        evaluation ranks may have different numbers of batches, except under strategies that gather parameters in
+        forward: there "repeat" evaluates all data, and without it different numbers are an error.
         Data that is already split for this rank (`DistributedSampler`, `split_dataset_by_node` of a stream,
         webdataset's `split_by_node`, any sampler with a rank) is not split again. A map-style dataset that was split
         before (`datasets.Dataset.shard`, `Subset`) cannot be recognised: it raises if the ranks' datasets differ.

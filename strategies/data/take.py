@@ -9,10 +9,15 @@ _END = object()
 
 
 def once(iterator: Iterator[Any]) -> Iterator[Any]:
-    """The items of an iterator, by `next` alone.
+    """The same items, by `next` alone.
 
-    `islice`, `zip` and `for` call `iter` on it, with which the iterators of some streams (litdata's) begin again.
+    `islice`, `zip` and `for` call `iter` on it, with which the iterators of some streams (litdata's) begin again. For
+    generators, and iterators of lists and ranges, it does nothing.
     """
+    return iterator if type(iterator).__module__ == "builtins" else _by_next(iterator)
+
+
+def _by_next(iterator: Iterator[Any]) -> Iterator[Any]:
     while (item := next(iterator, _END)) is not _END:
         yield item
 
