@@ -191,7 +191,8 @@ class _Ahead(Iterator[T]):
     """An iterator that reads one item ahead, to know whether there is another."""
 
     def __init__(self, iterator: Iterator[T], repeated: RepeatedBatches | None, ahead: ReadAhead) -> None:
-        self._iterator, self._repeated, self._ahead = once(iterator), repeated, ahead
+        self._iterator: Iterator[T] = once(iterator)
+        self._repeated, self._ahead = repeated, ahead
         self._held: list[T] = []
         self._ends: list[End] = []
         """The iterations whose end was found."""
