@@ -147,45 +147,6 @@ _REENTRANT = (
     "block that runs twice before its backward, in one forward or in two, then gives its weights their gradients "
     "twice, which this strategy cannot synchronise. Pass `use_reentrant=False`."
 )
-_SYNCED_IN_PART)
-        self._weighting.run(run, models, bare, weight, self._set_up.optimizers, is_synchronised=not num_held)
-
-
-def _is_checkpointed(loss: Tensor) -> bool:
-    """Whether the loss goes through reentrant activation checkpointing."""
-    waiting, seen = [loss.grad_fn], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            if node.name() == "CheckpointFunctionBackward":
-                return True
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return False
-
-
-def _no_model(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(f"`fabric.backward(loss)` {NO_MODEL}")
-
-
-def _which_model(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        "Several models are set up, and each has an engine of its own to run backward. "
-        "Name the model of the loss: `fabric.backward(loss, model=model)`."
-    )
-
-
-NO_MODEL = "before `fabric.setup(model)`, or after `fabric.close()`. Set the model up first, and close the fabric last."
-_WEIGHT_OF_WHICH_MODEL = (
-    "`fabric.backward(loss, weight=...)` with several models set up: a weight divides the gradients of the models that "
-    "its loss goes through. Name them: `model=generator`, or `model=[encoder, decoder]` for a loss through both. "
-    "Parameters outside of any module cannot be named: make them part of one, `self.temperature = nn.Parameter(...)`."
-)
-_REENTRANT = (
-    "Backward failed: {why}\nThe loss goes through `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. A block "
-    "that runs twice before its backward, in one forward or in two, then gives its weights their gradients twice, which "
-    "this strategy cannot synchronise. Pass `use_reentrant=False`."
-)
 _SYNCED_IN_PART = (
     "`fabric.backward(loss, weight=..., model=[...])` while some of the models are within `no_backward_sync` and "
     "others are not. Enter `no_backward_sync` for all of them, or pass all of them to `accumulate`."
