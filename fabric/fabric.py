@@ -833,10 +833,10 @@ class Fabric:
 
     # Printing and logging
 
-    def print(self, *values: object, **options: Any) -> None:
-        """`print` on rank zero only, above the progress bar if one is shown."""
+    def print(self, *values: object, sep: str = " ", end: str = "\n", **options: Any) -> None:
+        """`print` on rank zero only, in one write, above the progress bar if one is shown."""
         if self.is_global_zero:  # rich moves the lines of `sys.stdout` above its bar
-            print(*values, **options)
+            print(sep.join(map(str, values)) + end, end="", **options)
 
     def progress(self, iterable: Iterable[T], description: str = "", *, total: int | None = None) -> Iterator[T]:
         """Iterate with a progress bar on rank zero: samples per second over all ranks, and the time left. `total`: the

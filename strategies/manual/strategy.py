@@ -80,8 +80,12 @@ class ManualStrategy(ProcessGroupStrategy):
         always: dict[Capability, str] = {"bare_parameters": IN_MODULE}
         return {**always, "gather_gradients": COPIES} if copies else always
 
+    @property
+    def needs_function(self) -> bool:
+        return self.parallelize is None
+
     def why_not(self, target: Target) -> str | None:
-        if self.parallelize is None:
+        if self.needs_function:
             return (
                 "`strategy='manual'` parallelises the model by a function of yours, and has none. Pass "
                 "`strategy=ManualStrategy(parallelize=function)` (from `fabric.strategies`), where "

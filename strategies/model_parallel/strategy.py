@@ -110,8 +110,12 @@ class ModelParallelStrategy(ProcessGroupStrategy):
     def forward_communicates(self, degrees: Mapping[str, int]) -> bool:
         return degrees.get("shard", 1) > 1
 
+    @property
+    def needs_function(self) -> bool:
+        return self.parallelize_fn is None and self.pipeline is None
+
     def why_not(self, target: Target) -> str | None:
-        if self.parallelize_fn is None and self.pipeline is None:
+        if self.needs_function:
             return (
                 "`strategy='model_parallel'` has no function that parallelises the model. Write "
                 "`strategy=ModelParallelStrategy(parallelize_fn=function, tensor=2)`, from `fabric.strategies`, with a "
