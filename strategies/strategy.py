@@ -81,7 +81,7 @@ class Strategy(ABC):
 
     @property
     def needs_function(self) -> bool:
-        """Whether it runs a function of the user that it was not given. Overridden by strategies with such an option."""
+        """Whether it was not given the function of the user that it runs. Overridden by strategies with such a one."""
         return False
 
     @abstractmethod

@@ -44,7 +44,21 @@ __all__ = ["ManualContext", "ManualStrategy", "Parallelized"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class ManualStrategy(ProcessGroupStrategy):
-    """Parallelism that the user implements."""
+    """Parallelism that the user implements.
+
+    Args:
+        parallelize: `parallelize(module, context)`, called by `setup` on every rank; returns the module to train, or
+            `Parallelized`.
+        mesh: The axes of `context.mesh` and their degrees. None: one axis, "data", over all ranks.
+        data_axes: The axes along which ranks read different samples. None: all axes.
+        reshard_roots: Free the parameters of the outermost `fully_shard` modules after forward. False: as the function
+            wrote it.
+        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
+        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
+        timeout_seconds: How long a collective waits for the other ranks before it raises.
+        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
+            classes, or a function of a module.
+    """
 
     in_shards: ClassVar[bool] = True
     sets_up_one_model = False
