@@ -33,7 +33,7 @@ from fabric.launchers.process.interpreter import close_files, run_exit_functions
 from fabric.launchers.world import World
 from fabric.loop.accumulation import Accumulation, Window
 from fabric.loop.backward import NO_MODEL, LossBackward
-from fabric.loop.moving_average import MovingAverage, check_decay
+from fabric.loop.moving_average import MovingAverage
 from fabric.loop.seed import seed_everything
 from fabric.loop.setup import SetUp
 from fabric.loop.stop import StopRequest
@@ -464,7 +464,7 @@ class Fabric:
         gradients that were not synchronised raises RuntimeError.
         Ranks: all, with the same number of windows; windows may differ in length between ranks.
         """
-        if num_batches < 1:
+        if not isinstance(num_batches, int) or num_batches < 1:
             raise ValueError(f"`accumulate(loader, {num_batches})`: a window has a number of micro-batches, 1 or more.")
         objects = self._objects
         prepared = tuple(objects.prepared(each, "accumulate") for each in models) or tuple(objects.models.values())
@@ -473,7 +473,7 @@ class Fabric:
         self._accumulation.guard(objects.optimizers)
         unsynced = partial(self._accumulation.unsynced, prepared, objects.bare or None)
         ahead = self._connected.loader_numbers.ahead
-        return self._accumulation.windows(batches, num_batches, prepared, unsynced, ahead)
+        return self._accumulation.windows(batches, num_batches, unsynced, ahead)
 
     def average_gradients(self, parameters: Iterable[Tensor], weight: float | Tensor | None = None) -> None:
         """Average `.grad` of the parameters over the ranks, in place, for a model that was not set up: call it between
@@ -512,7 +512,7 @@ class Fabric:
         prepared = self._objects.prepared(module, "ema")
         if "ema" in self.strategy.lacks:
             raise ValueError(self.strategy.lacks["ema"])
-        return MovingAverage(prepared, check_decay(decay))
+        return MovingAverage(prepared, decay)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Context: forward and backward of `module` do not synchronise gradients. For gradient accumulation: run the
@@ -579,7 +579,6 @@ class Fabric:
         check_word("guard_gradients", "on_nonfinite", on_nonfinite, OnNonfinite)
         runtime, objects = self._connected, self._objects
         if self._guard is not None:
-            self._guard.release()
             self._moments.remove(self._guard)
             self._guard = None
         if on_nonfinite is None:
@@ -588,9 +587,9 @@ class Fabric:
         if keep_in is not None:
             from fabric.checks.replay import Replays
 
-            replays = Replays(runtime, keep_in, lambda path: self.save(path, self._weights()), objects.scalers)
-        self._guard = GradientGuard(on_nonfinite, runtime.collective, runtime.report, objects.gradient_checks, replays)
-        self._open.callback(self._guard.release)
+            replays = Replays(runtime, keep_in, lambda path: self.save(path, self._weights()))
+        is_finite, scaler_of = objects.gradients_are_finite, objects.scaler_of
+        self._guard = GradientGuard(on_nonfinite, runtime.collective, runtime.report, is_finite, scaler_of, replays)
         self._moments.add(self._guard)
         self._guard.optimizers_set_up(objects.optimizers)
 
@@ -609,9 +608,7 @@ class Fabric:
         """
         from fabric.checks.replay import replay
 
-        return replay(
-            self._connected, path, rank, lambda path: self.load(path, self._weights()), self._objects.scalers()
-        )
+        return replay(self._connected, path, rank, lambda path: self.load(path, self._weights()))
 
     # Collectives
 
@@ -689,7 +686,7 @@ class Fabric:
         """
         return pad_across_ranks(group or self._connected.collective, data, dim, pad_value)
 
-    def gather_for_metrics(self, values: Sequence[T], loader: Iterable[Any], pad_value: float | None = None) -> T:
+    def gather_for_metrics(self, values: Sequence[T], loader: Iterable[Any]) -> T:
         """Return the values of every sample of the last iteration over a prepared loader, each once, in the order in
         which one process reads them: that of the dataset, unless the loader shuffles.
 
@@ -701,16 +698,16 @@ class Fabric:
         `values`: for each batch, nested containers of tensors and numbers. Shapes: `(N_i, *S)` for each batch, N_i its
         samples or tokens -> `(N, *S)`, N their sum over all batches of all ranks; `()` for each batch -> `(B,)`, one
         for each. Values of repeated batches (`uneven="repeat"`) are left out; of ranks that read the same batches, one
-        counts. `pad_value`: pads dimensions after the first in which values differ in length.
+        counts.
         Ranks: all call it once, after the loop; they may have different numbers of batches, or none. With
         `use_distributed_sampler=False` the values of every rank count. Gradient: none.
         Raises: RuntimeError: the iteration has not ended, or was left by `break`. ValueError: there is not one value
-        per batch, or values differ in more than lengths. CollectiveError: another rank raised one of these.
+        per batch, or values of batches differ in more than lengths. CollectiveError: those of ranks do.
         """
         from fabric.loop.evaluation import gather_for_metrics
 
         runtime = self._connected
-        return gather_for_metrics(runtime.collective, runtime.share, values, loader, pad_value)
+        return gather_for_metrics(runtime.collective, runtime.share, values, loader)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Context: rank zero (of each node, if `local`) runs the block before the others. If it raises, all raise."""

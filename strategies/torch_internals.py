@@ -47,7 +47,6 @@ STABLE: Names = {
     },
     "torch.nn.modules.batchnorm": {"_BatchNorm": "the class that all kinds of BatchNorm have in common"},
     "torch.optim:Optimizer": {
-        "_optimizer_state_dict_post_hooks": "a wrapper of another optimizer has none",
         "_optimizer_step_post_hooks": "whether an optimizer has our hook",
         "_optimizer_step_pre_hooks": "a check of gradients runs before hooks that hide some; no hook can be put first",
         "profile_hook_step": "runs the hooks of an optimizer around a `step` of ours",
@@ -62,10 +61,8 @@ STABLE: Names = {
 
 BOUND: Names = {
     "torch._C": {
-        "_functorch": "`maybe_current_level`: whether a transform of torch.func is running",
         "_current_graph_task_id": "whether a backward is running; no public function says so",
     },
-    "torch._C._functorch": {"maybe_current_level": "whether a transform of torch.func is running"},
     "torch.autograd:Variable": {"_execution_engine": "`queue_callback`: what runs when a backward ends; no hook does"},
 }
 """Checked where a file imports one of the functions below."""
@@ -101,7 +98,6 @@ require_compiler = cache(partial(require, "torch", TESTED, COMPILED))
 
 _FUNCTIONS = {
     "current_graph_task_id": "torch._C:_current_graph_task_id",  # of this thread; -1 outside of a backward
-    "transform_level": "torch._C._functorch:maybe_current_level",  # None outside of transforms of torch.func
     "disabled_torch_function_impl": "torch._C:_disabled_torch_function_impl",
     "after_backward": "torch.autograd:Variable._execution_engine.queue_callback",  # within one: runs when it has ended
     "without_torch_function": "torch._C:DisableTorchFunctionSubclass",  # a context for what subclasses run

@@ -68,7 +68,7 @@ class LossBackward:
             runtime.backward.is_running = False
         if runtime.loss_scaler is not None and is_synchronised:
             runtime.loss_scaler.finish_backward()
-        if accumulation.held or accumulation.kept or accumulation.is_unsynced:
+        if accumulation.held or accumulation.kept:
             accumulation.note_backward(named or list(self._set_up.models.values()), is_named=bool(named))
         moments.num_backwards += is_synchronised
         for moment in moments.after_backward:

@@ -31,8 +31,7 @@ from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, clo
 from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
 from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_without_hooks
-from fabric.strategies.gradients.optimizer_modes import has_modes
+from fabric.strategies.gradients.elementwise import has_modes, refuse_dependent
 from fabric.strategies.gradients.sync import LocalGradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.copies import own_hooks, refuse_copies
@@ -338,7 +337,6 @@ def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Opti
             raise ValueError(_MODES.format(optimizer=type(optimizer).__name__))
         if type(optimizer).__module__.split(".")[0] == "deepspeed":
             continue
-        refuse_without_hooks([optimizer])
         refuse_dependent([optimizer], _DEPENDENT, flat=True)
 
 
@@ -359,7 +357,7 @@ _ONE_OPTIMIZER = (
 _MODES = (
     "`{optimizer}` writes other weights into the parameters in `eval()` and `train()`, and ZeRO passes an optimizer "
     "slices that it copies to the model in `step` alone: an evaluation would use the weights of the last step. Pass "
-    "`strategy='ddp'`, `DDPStrategy(shard_optimizer=True)` or `strategy='fsdp'`."
+    "`strategy='ddp'` or `strategy='fsdp'`."
 )
 _REPLACED = (
     "`Adagrad` in `setup`: DeepSpeed replaces it by another object, which `optimizer.step()` and learning-rate "

@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 
 from fabric.launchers.private_names import Names, require
 from fabric.strategies.gradients import clipping
-from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_without_hooks
+from fabric.strategies.gradients.elementwise import refuse_dependent
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target
 
@@ -104,7 +104,6 @@ def refuse_optimizers(
     for optimizer in optimizers:
         if isinstance(optimizer, (LBFGS, *refused)):
             raise ValueError(_PARTS.format(strategy=strategy, optimizer=type(optimizer).__name__))
-    refuse_without_hooks(optimizers)
     refuse_dependent(optimizers, _PARTS.format(strategy=strategy, optimizer="{optimizer}"), flat=flat)
 
 

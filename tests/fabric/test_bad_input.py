@@ -69,8 +69,8 @@ CONSTRUCTORS: dict[str, Row] = {
     ),
     # Meshes
     "mesh of FSDP": (lambda: two(FSDPStrategy(device_mesh=(2, 2))), ValueError, "replicate=2 x shard=2: 4 ranks, but"),
-    "mesh of one": (lambda: two(FSDPStrategy(device_mesh=(2,))), ValueError, "Write two whole numbers"),  # type: ignore[arg-type]
-    "mesh that is a word": (lambda: two(FSDPStrategy(device_mesh="node")), TypeError, "'nodes', or None"),  # type: ignore[arg-type]
+    "mesh of one": (lambda: two(FSDPStrategy(device_mesh=(2,))), ValueError, "write two whole numbers"),  # type: ignore[arg-type]
+    "mesh that is a word": (lambda: two(FSDPStrategy(device_mesh="node")), ValueError, "'nodes', or None"),  # type: ignore[arg-type]
     "mesh of a model": (
         lambda: two(ModelParallelStrategy(parallelize_fn=print, data=2, tensor=2)),
         ValueError,
@@ -81,16 +81,6 @@ CONSTRUCTORS: dict[str, Row] = {
         ValueError,
         "makes a mesh of a=2 x b=2: 4 ranks, but there are 2",
     ),
-    "gathered by three": (
-        lambda: two(FSDPStrategy(reshard_after_forward=3)),
-        ValueError,
-        "but there are 2 shards. Write True, False, or a number that divides 2.",
-    ),
-    "gathered by yes": (
-        lambda: two(FSDPStrategy(reshard_after_forward="yes")),  # type: ignore[arg-type]
-        TypeError,
-        "`reshard_after_forward='yes'` is a `str`. Write True, False, or a number of ranks.",
-    ),
     # Policies
     "policy of a word": (
         lambda: FSDPStrategy(auto_wrap_policy="Block"),  # type: ignore[arg-type]
@@ -100,12 +90,12 @@ CONSTRUCTORS: dict[str, Row] = {
     "policy of words": (
         lambda: two(FSDPStrategy(activation_checkpointing_policy={"Block"})),  # type: ignore[arg-type]
         TypeError,
-        "`activation_checkpointing_policy` has 'Block', which is not a class.",
+        "`activation_checkpointing_policy={'Block'}` selects no submodules. Pass classes of modules",
     ),
     "policy of a module": (
         lambda: FSDPStrategy(auto_wrap_policy=nn.Linear(2, 2)),
         TypeError,
-        "`auto_wrap_policy` is a module, a `Linear`. Pass its class",
+        "`auto_wrap_policy=Linear(in_features=2, out_features=2, bias=True)` selects no submodules. Pass classes",
     ),
     # Functions
     "number that lays out": (
