@@ -59,7 +59,7 @@ def report(machine: Machine, strategies: Mapping[str, Registration]) -> dict[str
             for found in machine.found
         ],
         "launchers": [
-            {"name": row.name, "description": row.description, "why_not": row.why_not(machine.program, machine.system)}
+            {"name": row.name, "description": row.description, "why_not": row.why_not(machine.program)}
             for row in LAUNCHERS.values()
             if row.is_written
         ],

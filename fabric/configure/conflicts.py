@@ -90,7 +90,7 @@ def launcher_against_the_program(request: Request, machine: Machine) -> str | No
     """A launcher that this program, or this system, cannot use."""
     if machine.world is not None or request.launcher not in OURS:
         return None
-    return launcher_row(request.launcher).why_not(machine.program, machine.system)
+    return launcher_row(request.launcher).why_not(machine.program)
 
 
 def restarts_that_no_launcher_makes(request: Request, machine: Machine) -> str | None:

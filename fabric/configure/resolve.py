@@ -214,5 +214,5 @@ def _launcher(request: Request, machine: Machine, strategy: Strategy, topology: 
     if request.launcher != "auto" or set(PER_DEVICE) <= set(strategy.launchers):
         return request.launcher
     own = strategy.launchers[0]
-    _refuse(launcher_row(own).why_not(machine.program, machine.system))
+    _refuse(launcher_row(own).why_not(machine.program))
     return own

@@ -20,6 +20,7 @@ from fabric.cli.doctor import report
 from fabric.configure.machine import Found, Machine
 from fabric.launchers.environments import ENVIRONMENTS
 from fabric.launchers.environments.horovod import INSTALL
+from fabric.launchers.process.program import Program
 from fabric.launchers.world import World
 from fabric.strategies import DDPStrategy, available_strategies
 from fabric.strategies.accelerators import CPUAccelerator, TorchAccelerator
@@ -59,10 +60,10 @@ def test_a_strategy_that_cannot_be_constructed_is_reported_with_its_error() -> N
 
 
 def test_a_launcher_that_cannot_work_here_is_reported_with_the_reason() -> None:
-    rows = {row["name"]: row["why_not"] for row in report(Machine(system="Windows"), {})["launchers"]}
-    assert rows["script"] is None
+    notebook = Program(flags=(), kind="notebook", target="", arguments=())
+    rows = {row["name"]: row["why_not"] for row in report(Machine(program=notebook), {})["launchers"]}
     assert rows["spawn"] is None
-    assert "`os.fork`, which Windows has not" in rows["fork"]
+    assert "this is a notebook and has no file. Write `launcher='fork'`" in rows["script"]
 
 
 def test_the_detected_world_is_reported_and_does_not_refuse_strategies() -> None:

@@ -129,7 +129,7 @@ CHOSEN = [
     Row({"launcher": "elastic"}, machine(), {"launcher": "elastic", "size": 1}),
     Row({"max_restarts": 2, "devices": 2}, started_by("elastic", 2), {"launcher": "external", "size": 2}),
     Row({"devices": 2, "launcher": "forkserver"}, machine(program="interactive"), {"launcher": "forkserver"}),
-    Row({"devices": 2, "launcher": "spawn"}, machine(system="Windows"), {"launcher": "spawn"}),
+    Row({"devices": 2, "launcher": "spawn"}, machine(), {"launcher": "spawn"}),
     Row({"devices": 2, "launcher": "spawn", "strategy": "ddp_spawn"}, machine(), {"launcher": "spawn"}),
     Row({"devices": 2}, machine(program="notebook"), {"launcher": "auto"}),
     Row({"launcher": "spawn"}, machine(), {"launcher": "inline", "size": 1}),
@@ -204,13 +204,6 @@ REFUSED = [
     Row({"launcher": "script"}, machine(program="notebook"), error="but this is a notebook and has no file."),
     Row({"launcher": "script"}, machine(program="command"), error="but this is `python -c` and has no"),
     Row({"launcher": "script"}, machine(program="interactive"), error="an interactive session and has no file. Write "),
-    Row({"launcher": "fork"}, machine(system="Windows"), error="`launcher='fork'` needs `os.fork`, which Windows has"),
-    Row({"launcher": "forkserver"}, machine(system="Windows"), error="Write `launcher='spawn'` or 'script'."),
-    Row(
-        {"strategy": "ddp_fork", "devices": 2},
-        machine(system="Windows"),
-        error="`launcher='fork'` needs `os.fork`, which Windows has",
-    ),
     Row(
         {"strategy": "ddp_spawn", "launcher": "fork", "devices": 2},
         error="`strategy='ddp_spawn'` starts its processes by 'spawn', but `launcher='fork'` was written.",
