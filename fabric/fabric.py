@@ -721,7 +721,7 @@ class Fabric:
 
         With several optimizers: of the one that has stepped most.
         """
-        steps = () if self._set_up is None else self._set_up.steps.values()
+        steps = [] if self._set_up is None else [*self._set_up.steps.values()]
         return max((each.num_steps for each in steps), default=0)
 
     def save(
@@ -912,7 +912,9 @@ class Fabric:
             if store is not None:
                 from fabric.launchers.watch.watcher import Watcher
 
-                stack.callback(Watcher(world, store, journal, self._request.report_after_seconds).close)
+                report_after = self._request.report_after_seconds
+                stack.callback(Watcher(world, store, journal, report_after, self._progress_in_words).close)
+            runtime.collective.progress = self._progress_in_words
             atexit.register(self._close_at_exit)
             stack.callback(atexit.unregister, self._close_at_exit)
             self._open = stack.pop_all()
@@ -925,6 +927,12 @@ class Fabric:
         self._moments.add(*self._request.checks, *self._sanitizer(world))
         for moment in self._moments.connected:
             moment(runtime)
+
+    def _progress_in_words(self) -> str:
+        """How far the loop is, for reports on several ranks; any thread calls it."""
+        if self._set_up is None or not self._set_up.steps:
+            return ""
+        return f"after {self.num_steps} step{'s' * (self.num_steps != 1)}"
 
     def _forget(self) -> None:
         """Drop all references to what was set up."""
