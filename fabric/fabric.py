@@ -361,24 +361,19 @@ class Fabric:
         move_to_device: bool = True,
         use: Use | None = None,
         uneven: Uneven | None = None,
-        dispatch: bool = False,
     ) -> Any:
         """Split the data over the ranks, and move batches to the device; returns the loader, or a tuple in order.
 
         The user's loader is neither changed nor constructed again. `use`: train (default), validate, test or predict.
         `use_distributed_sampler=False`: every rank reads its loader as it is.
         `uneven`: what ranks that train on streams of different lengths do when the first stream ends: "stop" together
-        (the default, with a message), raise an "error", or "repeat" their last batch until all streams have ended. A
-        repeated batch counts zero in `fabric.backward`, with and without `weight=`: gradients are those of the ranks
-        that still have data (after `loss.backward()`, which would count it, a step raises). The ranks exchange messages
-        to agree on who has data, so every rank must iterate, and leave its loop at the same step; for a loop on some
-        ranks only, use another `use` than 'train'. With `use_distributed_sampler=False` this happens only if `uneven`
-        is given. In evaluation ranks may have different numbers of batches, except under strategies that gather
-        parameters in forward: there "repeat" evaluates all data, and without it different numbers are an error.
-        `dispatch=True`: rank 0 alone reads the loader, and sends each rank whole batches in turn, as the loader made
-        them: for data that cannot be read in parts. Before each step the ranks wait for rank 0; an error of the loader
-        is raised on every rank (DispatchError). The other ranks pass any iterable. All iterate, and leave their loop
-        at the same step.
+        (the default, with a message), or "repeat" their last batch until all streams have ended. A repeated batch
+        counts zero in `fabric.backward`, with and without `weight=`: gradients are those of the ranks that still have
+        data (after `loss.backward()`, which would count it, a step raises). The ranks exchange messages to agree on
+        who has data, so every rank must iterate, and leave its loop at the same step; for a loop on some ranks only,
+        use another `use` than 'train'. With `use_distributed_sampler=False` this happens only if `uneven` is given. In
+        evaluation ranks may have different numbers of batches, except under strategies that gather parameters in
+        forward: there "repeat" evaluates all data, and without it different numbers are an error.
         Data that is already split for this rank (`DistributedSampler`, `split_dataset_by_node` of a stream,
         webdataset's `split_by_node`, any sampler with a rank) is not split again. A map-style dataset that was split
         before (`datasets.Dataset.shard`, `Subset`) cannot be recognised: it raises if the ranks' datasets differ.
@@ -387,8 +382,8 @@ class Fabric:
         """
         if not loaders:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
-        check_loader_options(use, uneven, dispatch=dispatch, distribute=use_distributed_sampler)
-        runtime = replace(self._connected, uneven=uneven, dispatch=dispatch)
+        check_loader_options(use, uneven)
+        runtime = replace(self._connected, uneven=uneven)
         if uneven == "repeat" and use in (None, "train"):
             self._accumulation.repeated = runtime.loader_numbers.repeated
             self._accumulation.guard(self._objects.optimizers)

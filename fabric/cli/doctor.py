@@ -26,7 +26,8 @@ from fabric.configure.request import Request
 from fabric.launchers.process.os_process import num_cores
 from fabric.launchers.registry import LAUNCHERS
 from fabric.strategies.accelerators.registry import accelerators
-from fabric.strategies.registry import Registration, strategy_registrations
+from fabric.strategies.registered import Registration
+from fabric.strategies.registry import strategy_registrations
 
 
 def doctor(parsed: argparse.Namespace) -> int:

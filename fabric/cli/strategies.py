@@ -19,7 +19,7 @@ from fabric.configure.resolve import resolve
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import CAPABILITIES, Capability
 from fabric.strategies.precision.precision import Precision, PrecisionWord
-from fabric.strategies.registry import Registration
+from fabric.strategies.registered import Registration
 from fabric.strategies.strategy import Strategy
 
 _WORDS: tuple[PrecisionWord, ...] = get_args(PrecisionWord)
@@ -37,7 +37,7 @@ def describe_strategy(machine: Machine, registration: Registration) -> dict[str,
     needs_function = False
     for found in machine.usable():
         try:
-            strategy = registration.strategy()
+            strategy = registration.make()
             lacks, needs_function = strategy.lacks, strategy.needs_function
             alone = replace(machine, world=None, packages=strategy.look_for_packages())
             resolve(Request(accelerator=found.accelerator, strategy=strategy), alone)

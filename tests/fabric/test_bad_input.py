@@ -37,7 +37,6 @@ def two(strategy: str | Strategy, **options: Any) -> Fabric:
 CONSTRUCTORS: dict[str, Row] = {
     # Options that strategies share
     "launcher": (lambda: two(DDPStrategy(launcher="thread")), ValueError, "Write one of 'auto', 'script', 'fork'"),
-    "backend": (lambda: two(FSDPStrategy(backend="glo")), ValueError, "torch.distributed has no backend 'glo'"),
     "sanitize, a number": (
         lambda: Fabric(accelerator=ACCELERATOR, devices=1, sanitize=0),
         ValueError,
@@ -127,11 +126,6 @@ CONSTRUCTORS: dict[str, Row] = {
         lambda: DDPStrategy(comm_hook=3),  # type: ignore[arg-type]
         TypeError,
         "`comm_hook=3` is a `int`. Write 'bf16', 'fp16', `PowerSGD(...)`, or a function `(state, bucket)`",
-    ),
-    "pipeline of a number": (
-        lambda: ModelParallelStrategy(pipeline=2),  # type: ignore[arg-type]
-        TypeError,
-        "`ModelParallelStrategy(pipeline=2)` is a `int`. Write `Pipeline(degree=..., num_microbatches=..., split=..., ",
     ),
     # DeepSpeed
     "key": (
