@@ -140,6 +140,7 @@ class Fabric:
         self._guard: GradientGuard | None = None
         self._stop: StopRequest | None = None
         self._opened_checkpoints: Checkpoints | None = None
+        self._progress = ""
 
     # Who and where
 
@@ -924,13 +925,14 @@ class Fabric:
             moment(runtime)
 
     def _progress_in_words(self) -> str:
-        """How far the loop is, for reports on several ranks; any thread calls it."""
-        if self._set_up is None or not self._set_up.steps:
-            return ""
-        return f"after {self.num_steps} step{'s' * (self.num_steps != 1)}"
+        """How far the loop is, or was when the fabric was closed, for reports. Any thread calls it."""
+        if self._set_up is not None and self._set_up.steps:
+            self._progress = f"after {self.num_steps} step{'s' * (self.num_steps != 1)}"
+        return self._progress
 
     def _forget(self) -> None:
         """Drop all references to what was set up."""
+        self._progress_in_words()
         self._moments.clear()
         self._accumulation.release()
         self._objects.forget()

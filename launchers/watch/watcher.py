@@ -237,9 +237,9 @@ class Watcher:
             why = TIMED_OUT if question == "over" else why_none_goes_on(activities, self._waited_in)
             self._waited_in = waiting_calls(activities)
             if why:
-                last = ADVICE if why == DIVERGED else ""
-                words = (why, who_waits(activities), first_difference(activities), last)
-                self._end_all("\n".join(filter(None, words)))
+                difference, table = first_difference(activities), who_waits(activities)
+                parts = (why, table, difference, ADVICE) if why == DIVERGED else (why, difference, table)
+                self._end_all("\n".join(filter(None, parts)))
 
     def _end_all(self, words: str) -> None:
         """Fail all ranks, with this message."""

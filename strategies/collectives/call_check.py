@@ -123,6 +123,7 @@ def _side_by_side(calls: list[str], lines: list[str], advice: str) -> str:
     for (call, line), ranks in speakers.items():
         operation, *things = call.splitlines()
         differing = [thing for thing in things if thing not in common]
+        line = line.removeprefix(f"fabric.{operation.partition(' ')[0]}, ")
         said = f"{line} ({operation})" if line.startswith("fabric.") else f"{operation}, at {line}"
         shown.append(f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {said}")
         shown.extend(f"      {thing}" for thing in differing[:_SHOWN])
