@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import fabric.fabric
-
 from fabric.launchers.process.stack import users_line
 from fabric.launchers.watch.activity import GRADIENTS, WORLD, Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, ask_all
