@@ -140,6 +140,7 @@ class Fabric:
         self._guard: GradientGuard | None = None
         self._stop: StopRequest | None = None
         self._opened_checkpoints: Checkpoints | None = None
+        self._progress = ""
 
     # Who and where
 
@@ -716,7 +717,7 @@ class Fabric:
 
         With several optimizers: of the one that has stepped most.
         """
-        steps = () if self._set_up is None else self._set_up.steps.values()
+        steps = [] if self._set_up is None else [*self._set_up.steps.values()]
         return max((each.num_steps for each in steps), default=0)
 
     def save(
@@ -825,10 +826,10 @@ class Fabric:
 
     # Printing and logging
 
-    def print(self, *values: object, **options: Any) -> None:
-        """`print` on rank zero only, above the progress bar if one is shown."""
+    def print(self, *values: object, sep: str = " ", end: str = "\n", **options: Any) -> None:
+        """`print` on rank zero only, in one write, above the progress bar if one is shown."""
         if self.is_global_zero:  # rich moves the lines of `sys.stdout` above its bar
-            print(*values, **options)
+            print(sep.join(map(str, values)) + end, end="", **options)
 
     def progress(self, iterable: Iterable[T], description: str = "", *, total: int | None = None) -> Iterator[T]:
         """Iterate with a progress bar on rank zero: samples per second over all ranks, and the time left. `total`: the
@@ -907,7 +908,9 @@ class Fabric:
             if store is not None:
                 from fabric.launchers.watch.watcher import Watcher
 
-                stack.callback(Watcher(world, store, journal, self._request.report_after_seconds).close)
+                report_after = self._request.report_after_seconds
+                stack.callback(Watcher(world, store, journal, report_after, self._progress_in_words).close)
+            runtime.collective.progress = self._progress_in_words
             atexit.register(self._close_at_exit)
             stack.callback(atexit.unregister, self._close_at_exit)
             self._open = stack.pop_all()
@@ -921,8 +924,15 @@ class Fabric:
         for moment in self._moments.connected:
             moment(runtime)
 
+    def _progress_in_words(self) -> str:
+        """How far the loop is, or was when the fabric was closed, for reports. Any thread calls it."""
+        if self._set_up is not None and self._set_up.steps:
+            self._progress = f"after {self.num_steps} step{'s' * (self.num_steps != 1)}"
+        return self._progress
+
     def _forget(self) -> None:
         """Drop all references to what was set up."""
+        self._progress_in_words()
         self._moments.clear()
         self._accumulation.release()
         self._objects.forget()

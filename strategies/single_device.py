@@ -23,7 +23,12 @@ from fabric.strategies.target import Target
 @final
 @dataclass(frozen=True, kw_only=True)
 class SingleDeviceStrategy(Strategy):
-    """The whole model on one device of one process."""
+    """The whole model on one device of one process.
+
+    Args:
+        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
+            classes, or a function of a module.
+    """
 
     launchers = ("inline",)
 

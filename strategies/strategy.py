@@ -79,6 +79,11 @@ class Strategy(ABC):
         """
         return {}
 
+    @property
+    def needs_function(self) -> bool:
+        """Whether it was not given the function of the user that it runs. Overridden by strategies with such a one."""
+        return False
+
     @abstractmethod
     def refuse(self, target: Target) -> str | None:
         """None if it can run on the target; otherwise the error message: what was written, what is so, what to write.

@@ -187,7 +187,7 @@ class _Watch(Check):
         """Compare each collective before it runs, until the watch is detached."""
         if self._sees_collectives and not self._compares_collectives:
             self._compares_collectives = True
-            self._attached.enter_context(compare_collectives())
+            self._attached.enter_context(compare_collectives(self._runtime.collective.progress))
 
     def batch_received(self, batch: Any, source: object) -> None:
         if tensors := tensors_in(batch):

@@ -12,13 +12,14 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import packages_distributions
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from fabric.cli.clusters import clusters
-from fabric.cli.strategies import describe_strategy, show_strategies
+from fabric.cli.strategies import describe_strategy, not_here, show_strategies
 from fabric.cli.tables import NotedTable
 from fabric.configure.machine import Found, Machine
 from fabric.configure.request import Request
@@ -53,6 +54,7 @@ def report(machine: Machine, strategies: Mapping[str, Registration]) -> dict[str
         "cores": num_cores(),
         "started_by": None if world is None else {"launcher": world.launcher, "rank": world.rank, "size": world.size},
         "variables": list(machine.variables),
+        "other_owners": sorted({*packages_distributions().get("fabric", ())} - {"torchfabric"}),
         "accelerators": [
             {"name": found.accelerator.name, "devices": found.num_devices, "why_not": found.why_unavailable}
             for found in machine.found
@@ -71,6 +73,12 @@ def _show(found: Mapping[str, Any]) -> None:
     console = Console()
     versions = f"[bold]Python[/] {found['python']}, [bold]torch[/] {found['torch']}"
     console.print(f"{versions}, {found['system']}, {found['cores']} cores", highlight=False)
+    for name in found["other_owners"]:
+        console.print(
+            f"The distribution `{name}` owns the import package `fabric`, too: its files and those of torchfabric "
+            f"replace each other. Run `pip uninstall {name}`, and install torchfabric again.",
+            highlight=False,
+        )
     world = found["started_by"]
     console.print(
         "No launcher's variables in the environment: a script run from here starts its own processes."
@@ -104,7 +112,7 @@ def _print_table(
         why_not = row["why_not"]
         table.add(
             row["name"],
-            [here if why_not is None else f"no {table.note(why_not)}", *others],
+            [here if why_not is None else f"{not_here(row)} {table.note(why_not)}", *others],
             can_run=why_not is None,
         )
     table.print(console)

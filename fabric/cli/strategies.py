@@ -28,15 +28,17 @@ _WORDS: tuple[PrecisionWord, ...] = get_args(PrecisionWord)
 def describe_strategy(machine: Machine, registration: Registration) -> dict[str, Any]:
     """Describe one strategy in JSON types, as in a process that no launcher started.
 
-    `precisions`: by accelerator. `lacks`: names in `capabilities.py`, each with the error message of the call.
+    `needs_function`: whether it is refused because it needs a function of the user's. `precisions`: by accelerator.
+    `lacks`: names in `capabilities.py`, each with the error message of the call.
     """
     why_not: str | None = None
     precisions: dict[str, list[str]] = {}
     lacks: Mapping[Capability, str] = {}
+    needs_function = False
     for found in machine.usable():
         try:
             strategy = registration.make()
-            lacks = strategy.lacks
+            lacks, needs_function = strategy.lacks, strategy.needs_function
             alone = replace(machine, world=None, packages=strategy.look_for_packages())
             resolve(Request(accelerator=found.accelerator, strategy=strategy), alone)
         except Exception as error:  # a third-party strategy; whatever its constructor raises is the reason shown
@@ -49,6 +51,7 @@ def describe_strategy(machine: Machine, registration: Registration) -> dict[str,
         "source": registration.source,
         "runs_on": list(precisions),
         "why_not": None if precisions else why_not,
+        "needs_function": needs_function,
         "precisions": precisions,
         "lacks": dict(lacks),
     }
@@ -63,6 +66,11 @@ def _precisions(strategy: Strategy, accelerator: Accelerator, machine: Machine) 
     return words
 
 
+def not_here(row: Mapping[str, Any]) -> str:
+    """What a cell says of something that cannot run."""
+    return "needs your function" if row.get("needs_function") else "no"
+
+
 def show_strategies(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a row for each strategy: its precisions, the capabilities it lacks, and the number of each reason."""
     console, table = Console(), NotedTable("strategy", "precisions", "unsupported")
@@ -71,7 +79,7 @@ def show_strategies(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{name}: {'all' if len(words) == len(_WORDS) else ', '.join(words)}"
             for name, words in row["precisions"].items()
         ]
-        precisions = "; ".join(here) or f"not here {table.note(row['why_not'])}"
+        precisions = "; ".join(here) or f"{not_here(row)} {table.note(row['why_not'])}"
         lacks = ", ".join(f"{word} {table.note(sentence)}" for word, sentence in row["lacks"].items())
         table.add(row["name"], [precisions, lacks], can_run=row["why_not"] is None)
     table.print(console)

@@ -32,5 +32,6 @@ class NotedTable:
         """Print the table and its sentences."""
         console.print(self._table)
         for sentence, number in self._notes.items():
-            # Not wrapped, so that commands can be copied.
-            console.print(f"({number}) {sentence}", highlight=False, markup=False, soft_wrap=True)
+            # A line each in a pipe, for programs.
+            is_whole = not console.is_terminal
+            console.print(f"({number}) {sentence}", highlight=False, markup=False, soft_wrap=is_whole)

@@ -68,7 +68,8 @@ def forget_parent() -> None:
     atexit._clear()
     finalize: Any = weakref.finalize
     finalize._registry.clear()
-    finalize._registered_with_atexit = False  # those of the rank run at its end
+    finalize._registered_with_atexit = False
+    finalize(finalize, int)  # registers those of the rank now: they run after what it registers, such as `Fabric.close`
     atexit.register(close_files)
     atexit.register(vars(multiprocessing.util)["_exit_function"])
     of_loaders = sys.modules.get("torch.utils.data._utils")

@@ -16,17 +16,24 @@ _LAUNCHERS = Path(__file__).parents[1]
 _PACKAGE = Path(sys.modules[__name__.partition(".")[0]].__file__ or "").parent
 OURS = tuple(f"{folder}{os.sep}" for folder in (_LAUNCHERS, _LAUNCHERS.with_name("strategies"), _PACKAGE))
 """The folders of this package, which lie side by side where it is developed, and within the last one in a wheel."""
+_FABRIC = str(_PACKAGE / "fabric.py")
 
 
 def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
-    """`train.py:12 in main` for frames (file, line, function), innermost first; the outermost one if none is the
-    user's; empty without frames."""
+    """`train.py:12 in main` for frames (file, line, function), innermost first, and before it the method of `Fabric`
+    that this line calls, `fabric.save, train.py:12 in main`. The outermost one if none is the user's; empty without
+    frames."""
     last: tuple[str, int, str] | None = None
-    libraries = _folders()
+    libraries, method = _folders(), ""
     for last in frames:
         if not _is_library(last[0], libraries):
             break
-    return f"{_short(last[0])}:{last[1]} in {last[2]}" if last is not None else ""
+        is_public = last[0] == _FABRIC and not last[2].startswith("_")
+        method = f"fabric.{last[2]}, " if is_public else ""
+    else:
+        if last is not None and last[2] == "_close_at_exit":
+            return "the end of the program"
+    return f"{method}{_short(last[0])}:{last[1]} in {last[2]}" if last is not None else ""
 
 
 def frames_of(frame: FrameType | None) -> list[tuple[str, int, str]]:

@@ -31,7 +31,9 @@ def leave(supervisor: Supervisor) -> NoReturn:
     if not supervisor.failures:
         raise SystemExit(0)
     root = first(supervisor.failures, supervisor.departures)
-    print(describe(supervisor.failures, supervisor.topology.size, supervisor.departures), file=sys.stderr, flush=True)
+    report = describe(supervisor.failures, supervisor.topology.size, supervisor.departures)
+    above = "\n" if sys.stderr.isatty() else ""  # the line of a progress bar
+    print(f"{above}{report}", file=sys.stderr, flush=True)
     raise SystemExit(128 + root.signal if root.signal is not None else root.exit_code or 1)
 
 

@@ -72,8 +72,6 @@ def describe(failures: Sequence[Failure], size: int, left: Sequence[Failure] = (
             when = f"{abs(apart_ms):.0f} ms {'later' if apart_ms >= 0 else 'earlier'}"
             where = f", at {other.where}" if other.where else ""
             lines.append(f"rank {other.rank} of {size}, {when}{where}: {_one_line(other.summary)}")
-    if root not in failures:
-        lines += ["", min(failures, key=_at).traceback, ""]
     summary = _one_line(root.summary) if root.traceback else root.summary
     lines.append(f"rank {root.rank} of {size} failed first: {summary}")
     if root.traceback:

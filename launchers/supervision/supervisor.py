@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -222,8 +224,10 @@ class Supervisor:
             self._fail(failure.death(child.rank, at_ns, code, without_result=without_result))
 
     def _departure(self, child: Child, at_ns: int, how: str) -> Failure:
-        at_ns = at_ns if child.leaving is None else child.leaving.at_ns
-        return failure.departure(child.rank, at_ns, "its function returned" if child.rank in self.results else how)
+        how = "its function returned" if child.rank in self.results else how
+        if child.leaving is not None:
+            at_ns, how = child.leaving.at_ns, f"{how} {child.leaving.progress}".rstrip()
+        return failure.departure(child.rank, at_ns, how)
 
     def _fail(self, report: Failure) -> None:
         """Record a failure. The first one ends the other ranks."""
@@ -318,5 +322,10 @@ def supervise(
 
 
 def _say(words: str) -> None:
+    """Print to stderr; on a terminal below the line of a progress bar, and wrapped at words."""
     with contextlib.suppress(OSError):
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns
+            fill = partial(textwrap.fill, width=width, subsequent_indent=" " * 6, break_long_words=False)
+            words = "\n".join(["", *(fill(line, break_on_hyphens=False) for line in words.splitlines())])
         print(words, file=sys.stderr, flush=True)

@@ -14,8 +14,8 @@ WORLD = "of all ranks"
 GRADIENTS = "gradients"
 CALLS = "calls of fabric"
 """The descriptions of others of all ranks, see `process_group.py`."""
-ELSEWHERE = "Python is at "
-"""Begins `Activity.where` if the call goes on in the background."""
+ELSEWHERE = "and Python is at "
+"""In `Activity.words` if the call goes on in the background."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,11 @@ class Activity:
     rank: int
     kind: Kind
     words: str
-    """Describes the activity, without rank and time."""
+    """Describes the activity, without rank, line and time."""
     where: str = ""
-    """The user's line at which the rank's Python is; empty if it is the collective's line, or unknown."""
+    """The user's line that made the collective, or at which the rank's Python is; empty if it is unknown."""
+    progress: str = ""
+    """How far the rank's loop is: `after 6 steps`."""
     seconds: float | None = None
     """Duration of the collective, or the time since the last one; None: unknown."""
     calls: tuple[Call, ...] = ()

@@ -16,9 +16,9 @@ def who_waits(activities: Sequence[Activity]) -> str:
     longest = max((each.seconds or 0.0 for each in waiting), default=0.0)
     verb = "waits" if len(waiting) == 1 else "wait"
     title = f"{len(waiting)} of {len(activities)} ranks {verb} in a collective, for up to {in_words(longest)}."
-    groups: dict[tuple[str, str, str], list[Activity]] = {}
+    groups: dict[tuple[str, str], list[Activity]] = {}
     for each in activities:
-        groups.setdefault((each.kind, each.words, each.where), []).append(each)
+        groups.setdefault((each.kind, _what(each)), []).append(each)
     rows = [
         (ranks_in_words(each.rank for each in alike), _what(alike[0]), _how_long(alike))
         for alike in sorted(groups.values(), key=lambda alike: alike[0].rank)
@@ -43,7 +43,7 @@ def waiting_calls(activities: Sequence[Activity]) -> dict[int, Call]:
     found = {}
     for each in activities:
         call = next((call for call in each.calls if call.pending), None)
-        waits = each.kind == "collective" and not each.where.startswith(ELSEWHERE)
+        waits = each.kind == "collective" and ELSEWHERE not in each.words
         if waits and call is not None and not call.operation.startswith(("send", "recv")):
             found[each.rank] = call
     return found
@@ -83,7 +83,13 @@ def in_words(seconds: float) -> str:
 
 
 def _what(each: Activity) -> str:
-    return f"{each.words}, {each.where}" if each.where else each.words
+    return _at([each.where, each.progress], each.words)
+
+
+def _at(place: Sequence[str], words: str) -> str:
+    """What a rank does, after the method and the line in which it does it, and its step."""
+    known = ", ".join(filter(None, place))
+    return f"{known}: {words}" if known else words
 
 
 def _how_long(alike: Sequence[Activity]) -> str:
@@ -171,4 +177,4 @@ def _is_of_all(group: str, activities: Sequence[Activity]) -> bool:
 def _said(call: Call | None) -> str:
     if call is None:
         return "has not made it"
-    return f"{call.operation}, {call.where}" if call.where else call.operation
+    return _at([call.where], call.operation)

@@ -29,7 +29,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, final
 
 from fabric.launchers.process.stack import frames_of, is_within, users_line
@@ -85,11 +85,18 @@ class Watcher:
     """Watches one rank, and prints the table of the job if this is the rank that does.
 
     Created on every rank by the thread that runs the loop, with the `store` of all ranks; each rank closes its own.
-    `report_after_seconds`: how long a call may wait before the ranks are asked.
+    `report_after_seconds`: how long a call may wait before the ranks are asked. `progress`: see `Activity`.
     """
 
-    def __init__(self, world: World, store: Store, journal: Journal, report_after_seconds: float) -> None:
-        self._world, self._store, self._journal = world, store, journal
+    def __init__(
+        self,
+        world: World,
+        store: Store,
+        journal: Journal,
+        report_after_seconds: float,
+        progress: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._world, self._store, self._journal, self._progress = world, store, journal, progress
         self._report_after = report_after_seconds
         self._thread_id = threading.get_ident()
         self._told: tuple[str, float] | None = None
@@ -114,6 +121,7 @@ class Watcher:
         self._supervisor = own_supervisor()
         if self._supervisor is not None:
             self._supervisor.send(self._place)
+            self._supervisor.progress = progress
         self._thread = threading.Thread(target=self._run, daemon=True, name="fabric-watch")
         self._thread.start()
 
@@ -135,12 +143,21 @@ class Watcher:
         if pending is not None:
             kind, words, seconds = "collective", f"waits in {pending.operation}", pending.seconds(now_ns)
             if _line(pending.where) not in ("", _line(where)):
-                words, where = f"{words}, {pending.where}", f"{ELSEWHERE}{where}"
+                words, where = f"{words}, {ELSEWHERE}{where}", pending.where
         elif is_within(frames[:1], *PEER_TO_PEER):
             kind, words, seconds = "collective", f"waits in {frames[0][2]}", None
         elif is_within(frames, *DATA_LOADER):
             kind, words = "loader", "waits for a worker of its DataLoader"
-        return Activity(rank=self._world.rank, kind=kind, words=words, where=where, seconds=seconds, calls=calls)
+        progress = self._progress()
+        return Activity(
+            rank=self._world.rank,
+            kind=kind,
+            words=words,
+            where=where,
+            progress=progress,
+            seconds=seconds,
+            calls=calls,
+        )
 
     # The thread
 
@@ -220,8 +237,9 @@ class Watcher:
             why = TIMED_OUT if question == "over" else why_none_goes_on(activities, self._waited_in)
             self._waited_in = waiting_calls(activities)
             if why:
-                last = ADVICE if why == DIVERGED else who_waits(activities)
-                self._end_all("\n".join(filter(None, [why, first_difference(activities), last])))
+                difference, table = first_difference(activities), who_waits(activities)
+                parts = (why, table, difference, ADVICE) if why == DIVERGED else (why, difference, table)
+                self._end_all("\n".join(filter(None, parts)))
 
     def _end_all(self, words: str) -> None:
         """Fail all ranks, with this message."""

@@ -73,7 +73,7 @@ def difference(
     collective: Collective, call: str, advice: str = "", frames: Sequence[tuple[str, int, str]] | None = None
 ) -> CollectiveError:
     """The error for ranks whose hashes differ. Ranks: all, each with its own call, and the frames that made it."""
-    line = users_line(frames or frames_of(inspect.currentframe()))
+    line = ", ".join(filter(None, [users_line(frames or frames_of(inspect.currentframe())), collective.progress()]))
     _this_thread.is_comparing = True
     try:
         everyones = all_gather_bytes(collective, f"{line}\n{call}".encode())
@@ -123,7 +123,9 @@ def _side_by_side(calls: list[str], lines: list[str], advice: str) -> str:
     for (call, line), ranks in speakers.items():
         operation, *things = call.splitlines()
         differing = [thing for thing in things if thing not in common]
-        shown.append(f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {operation}, at {line}")
+        line = line.removeprefix(f"fabric.{operation.partition(' ')[0]}, ")
+        said = f"{line} ({operation})" if line.startswith("fabric.") else f"{operation}, at {line}"
+        shown.append(f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {said}")
         shown.extend(f"      {thing}" for thing in differing[:_SHOWN])
         if len(differing) > _SHOWN:
             shown.append(f"      and {len(differing) - _SHOWN} more that not all ranks have")

@@ -82,6 +82,8 @@ class Collective(ABC):
 
     device: torch.device | None = None
     """The device of this rank; None: the current one. They differ in threads of the program."""
+    progress: Callable[[], str] = staticmethod(lambda: "")
+    """How far the loop of this rank is, for errors: `after 6 steps`."""
 
     @property
     @abstractmethod

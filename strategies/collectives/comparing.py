@@ -65,7 +65,7 @@ NOT_COMPARED = ("send", "recv_", "recv_any_source_", "monitored_barrier_", "chec
 
 
 @contextmanager
-def compare_collectives() -> Iterator[None]:
+def compare_collectives(progress: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Context in which all collectives of this process are compared. Ranks: all; process groups may exist already.
 
     A collective that differs from the other ranks' in operation, shapes, dtypes or source raises CollectiveError on all
@@ -76,7 +76,7 @@ def compare_collectives() -> Iterator[None]:
     for name, shown in OPERATORS.items():
         library.impl(
             name,
-            _kernel(getattr(torch.ops.c10d, name).default, shown),
+            _kernel(getattr(torch.ops.c10d, name).default, shown, progress),
             "BackendSelect",
             with_keyset=True,
             allow_override=True,  # by a second `Fabric` with the option
@@ -87,13 +87,13 @@ def compare_collectives() -> Iterator[None]:
         del library  # which removes its kernels
 
 
-def _kernel(operator: Any, shown: _Operator) -> Callable[..., Any]:
+def _kernel(operator: Any, shown: _Operator, progress: Callable[[], str]) -> Callable[..., Any]:
     names = [argument.name for argument in operator._schema.arguments]
 
     def compare(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_message(inspect.currentframe()):
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            _compare(ProcessGroup.unbox(given["process_group"]), shown, given)
+            _compare(ProcessGroup.unbox(given["process_group"]), shown, given, progress)
         return operator.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)
 
     return compare
@@ -110,7 +110,7 @@ _MESSAGE = sum_message.__code__
 """Sends the message of a comparison, which is a collective, too."""
 
 
-def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any]) -> None:
+def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any], progress: Callable[[], str]) -> None:
     if group.size() == 1 or is_comparing() or "cpu:" not in dist.get_backend_config(group):
         return
     operands = [words for name in shown.arguments for words in _operands(name, given[name], shown)]
@@ -120,6 +120,7 @@ def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any]) ->
     compared = whole if whole is not None and group.group_desc in (CALLS, GRADIENTS) else group
     collective, mine = TorchCollective.over(compared), hash_of(call)
     if collective.add_number(mine) != mine * group.size():
+        collective.progress = progress
         raise difference(collective, call)
 
 

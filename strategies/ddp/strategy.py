@@ -36,6 +36,23 @@ class DDPStrategy(ProcessGroupStrategy):
 
     With `accelerator="xla"` this is `XLAStrategy` (see `fabric.strategy`), which averages by XLA's own operations.
     Options of torch's DistributedDataParallel raise there.
+
+    Args:
+        bucket_bytes: Size of the gradients in one all-reduce. Larger: fewer messages. Smaller: more overlap with
+            backward.
+        find_unused_parameters: Find parameters that a forward did not use, and do not wait for their gradients.
+        static_graph: Every step uses the same parameters, which lets torch optimise.
+        gradient_as_bucket_view: Gradients share memory with the buckets, which saves one copy of the gradients.
+        broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
+            computes gradients.
+        comm_hook: How gradients are sent: None (as they are), "bf16", "fp16", `PowerSGD(...)`, or a function `(state,
+            bucket)`.
+        shard_optimizer: Each rank keeps and steps the optimizer state of a share of the parameters (ZeRO-1).
+        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
+        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
+        timeout_seconds: How long a collective waits for the other ranks before it raises.
+        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
+            classes, or a function of a module.
     """
 
     bucket_bytes: int = 25 * 2**20

@@ -56,6 +56,19 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     The model's loss may run through several models at once. `no_backward_sync` does not change results: at stage 1
     gradients are reduced once per step in any case, at stages 2 and 3 in every backward, because no rank stores whole
     gradients.
+
+    Args:
+        stage: 1: shard optimizer states. 2 (the default): gradients, too. 3: weights, too.
+        offload_optimizer: Keep optimizer states in main memory, and step on the CPU.
+        offload_parameters: Keep weights in main memory between uses. Stage 3 only.
+        config: DeepSpeed's configuration: a dictionary, or a file of JSON. Unknown keys raise.
+        broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
+            computes gradients.
+        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
+        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
+        timeout_seconds: How long a collective waits for the other ranks before it raises.
+        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
+            classes, or a function of a module.
     """
 
     stage: int | None = None

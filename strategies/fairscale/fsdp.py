@@ -55,7 +55,21 @@ from fabric.strategies.undo import undo_all
 @final
 @dataclass(frozen=True, kw_only=True)
 class FairScaleFSDPStrategy(ProcessGroupStrategy):
-    """Fully sharded data parallelism by FairScale: each rank holds a shard of every parameter."""
+    """Fully sharded data parallelism by FairScale: each rank holds a shard of every parameter.
+
+    Args:
+        wrap: Submodules whose parameters are all-gathered when they run, and freed afterwards: classes, or a function
+            of a module.
+        reshard_after_forward: Free these parameters after forward, and gather them again for backward.
+        bucket_bytes: Size of the gradients in one reduce-scatter.
+        broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
+            computes gradients.
+        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
+        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
+        timeout_seconds: How long a collective waits for the other ranks before it raises.
+        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
+            classes, or a function of a module.
+    """
 
     in_shards: ClassVar[bool] = True
     wrap: Policy | None = None

@@ -63,7 +63,17 @@ from fabric.strategies.undo import replace_attributes, undo_all
 @final
 @dataclass(frozen=True, kw_only=True)
 class FairScaleShardedStrategy(ProcessGroupStrategy):
-    """Data parallelism with gradients and optimizer state distributed over the ranks by parameter."""
+    """Data parallelism with gradients and optimizer state distributed over the ranks by parameter.
+
+    Args:
+        broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
+            computes gradients.
+        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
+        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
+        timeout_seconds: How long a collective waits for the other ranks before it raises.
+        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
+            classes, or a function of a module.
+    """
 
     in_shards: ClassVar[bool] = True
     broadcast_buffers: bool = True

@@ -51,6 +51,20 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     Weights are broadcast from rank 0. `Fabric.close` removes our hooks; the parameters stay sharded. Each part is moved
     to the device just before it is sharded, also with `move_to_device=False`.
+
+    Args:
+        auto_wrap_policy: Submodules whose parameters are all-gathered together: classes, or a function of a module.
+        reshard_after_forward: Free gathered parameters after forward. False: keep them for backward. A number: shard
+            over so many ranks.
+        device_mesh: (replicas, shards), or "nodes" for a replica on each node. None: shards over all ranks.
+        cpu_offload: Keep shards, gradients and optimizer state in CPU memory, and step there.
+        broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
+            computes gradients.
+        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
+        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
+        timeout_seconds: How long a collective waits for the other ranks before it raises.
+        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
+            classes, or a function of a module.
     """
 
     in_shards: ClassVar[bool] = True

@@ -31,7 +31,16 @@ from fabric.strategies.target import Target
 @final
 @dataclass(frozen=True, kw_only=True)
 class HorovodStrategy(Strategy):
-    """Data parallelism over Horovod: one process per device, started by any launcher, including `horovodrun`."""
+    """Data parallelism over Horovod: one process per device, started by any launcher, including `horovodrun`.
+
+    Args:
+        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
+        timeout_seconds: How long a collective waits for the other ranks before it raises.
+        broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
+            computes gradients.
+        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
+            classes, or a function of a module.
+    """
 
     launcher: str = "auto"
     """How processes are started: auto, script, fork, forkserver or spawn. auto: as `Fabric(launcher=...)` says."""

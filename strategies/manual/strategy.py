@@ -44,7 +44,21 @@ __all__ = ["ManualContext", "ManualStrategy", "Parallelized"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class ManualStrategy(ProcessGroupStrategy):
-    """Parallelism that the user implements."""
+    """Parallelism that the user implements.
+
+    Args:
+        parallelize: `parallelize(module, context)`, called by `setup` on every rank; returns the module to train, or
+            `Parallelized`.
+        mesh: The axes of `context.mesh` and their degrees. None: one axis, "data", over all ranks.
+        data_axes: The axes along which ranks read different samples. None: all axes.
+        reshard_roots: Free the parameters of the outermost `fully_shard` modules after forward. False: as the function
+            wrote it.
+        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
+        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
+        timeout_seconds: How long a collective waits for the other ranks before it raises.
+        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
+            classes, or a function of a module.
+    """
 
     in_shards: ClassVar[bool] = True
     sets_up_one_model = False
@@ -80,8 +94,12 @@ class ManualStrategy(ProcessGroupStrategy):
         always: dict[Capability, str] = {"bare_parameters": IN_MODULE}
         return {**always, "gather_gradients": COPIES} if copies else always
 
+    @property
+    def needs_function(self) -> bool:
+        return self.parallelize is None
+
     def why_not(self, target: Target) -> str | None:
-        if self.parallelize is None:
+        if self.needs_function:
             return (
                 "`strategy='manual'` parallelises the model by a function of yours, and has none. Pass "
                 "`strategy=ManualStrategy(parallelize=function)` (from `fabric.strategies`), where "

@@ -62,6 +62,24 @@ class ModelParallelStrategy(ProcessGroupStrategy):
     also those of degree 1. A degree is a number of ranks; one of them may be "auto": the remaining ranks.
 
     With `accelerator="xla"`, `fabric.strategy` is an `XLAModelParallelStrategy`, whose mesh is of devices.
+
+    Args:
+        parallelize_fn: `parallelize_fn(model, mesh)`, called by `setup` on every rank after weights were broadcast
+            from rank 0.
+        data: Number of replicas, each with samples of its own.
+        shard: Number of ranks with a shard of each parameter and samples of their own, for `fully_shard`.
+        context: Number of ranks with different positions of the same sequences, for context parallelism.
+        tensor: Number of ranks that compute a part of each layer on the same samples, for `parallelize_module`.
+        pipeline: The stages of pipeline parallelism, and their schedule: `Pipeline(...)`.
+        reshard_roots: Free the parameters of the outermost `fully_shard` modules after forward. False: as the function
+            wrote it.
+        broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
+            computes gradients.
+        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
+        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
+        timeout_seconds: How long a collective waits for the other ranks before it raises.
+        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
+            classes, or a function of a module.
     """
 
     in_shards: ClassVar[bool] = True
@@ -99,8 +117,12 @@ class ModelParallelStrategy(ProcessGroupStrategy):
     def forward_communicates(self, degrees: Mapping[str, int]) -> bool:
         return degrees.get("shard", 1) > 1
 
+    @property
+    def needs_function(self) -> bool:
+        return self.parallelize_fn is None and self.pipeline is None
+
     def why_not(self, target: Target) -> str | None:
-        if self.parallelize_fn is None and self.pipeline is None:
+        if self.needs_function:
             return (
                 "`strategy='model_parallel'` has no function that parallelises the model. Write "
                 "`strategy=ModelParallelStrategy(parallelize_fn=function, tensor=2)`, from `fabric.strategies`, with a "

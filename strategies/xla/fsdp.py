@@ -36,6 +36,10 @@ class XLAFSDPStrategy(TorchXLAStrategy):
     """Fully sharded over the devices of one host, by one process. `batch_size` is that of all devices together.
 
     SPMD cannot be switched off again in a process: replicas, and a plain XLA device, need another one.
+
+    Args:
+        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
+            classes, or a function of a module.
     """
 
     def refuse(self, target: Target) -> str | None:

@@ -54,6 +54,14 @@ class XLAModelParallelStrategy(TorchXLAStrategy):
     them, and is replicated otherwise. Batches are sharded along "data" and "shard" by their first dim, if that is
     divisible. `batch_size` is that of all devices together. A degree is a number of devices; one of them may be "auto":
     the remaining devices. SPMD cannot be switched off again in a process.
+
+    Args:
+        parallelize_fn: `parallelize_fn(model, mesh)`, called by `setup` with the model on the device.
+        data: Number of devices with different samples.
+        shard: Number of devices with different samples and a shard of the parameters that are marked along it.
+        tensor: Number of devices with the same samples and a shard of the parameters that are marked along it.
+        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
+            classes, or a function of a module.
     """
 
     parallelize_fn: MarkingFunction | None = None

@@ -43,6 +43,16 @@ class XLAStrategy(TorchXLAStrategy):
     """Data parallelism over XLA: a replica of the model on each device, with its own share of the data.
 
     `strategy="ddp"` with `accelerator="xla"` selects it.
+
+    Args:
+        timeout_seconds: How long the ranks wait for each other in `launch`.
+        find_unused_parameters: Agree after each backward which parameters have gradients; costs an all-reduce that the
+            host waits for.
+        broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
+            computes gradients.
+        cpu_replicas: Allow several replicas on PJRT's CPU client, which hangs in torch_xla 2.9 as released.
+        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
+            classes, or a function of a module.
     """
 
     launcher_name: ClassVar[str] = "xla"

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
+import template
 from processes import Program, running
 
 pytestmark = pytest.mark.slow
@@ -60,12 +66,12 @@ def line(words: str) -> str:
 
 
 LATE = {
-    "python": f"rank 1  runs Python, {line('signal.pause()')} in be_late",
+    "python": f"rank 1  {line('signal.pause()')} in be_late, after 2 steps: runs Python",
     "stopped": "rank 1  does not answer: process ",
     "lock": "is stopped, or in C code that holds Python's lock",
-    "elsewhere": f"rank 1  waits in broadcast of float32 (3,), {line('broadcast(')} in be_late",
-    "receive": f"rank 1  waits in recv, {line('recv(')} in be_late",
-    "loader": "rank 1  waits for a worker of its DataLoader",
+    "elsewhere": f"rank 1  {line('broadcast(')} in be_late, after 2 steps: waits in broadcast of float32 (3,)",
+    "receive": f"rank 1  {line('recv(')} in be_late, after 2 steps: waits in recv",
+    "loader": f"rank 1  {line('next(iter(')} in be_late, after 2 steps: waits for a worker of its DataLoader",
 }
 
 
@@ -89,14 +95,15 @@ def read_until(program: Program, words: str) -> str:
 def test_the_table_shows_what_the_late_rank_does(tmp_path: Path, how: str) -> None:
     with running(hanging(tmp_path, how, "ddp")) as program:
         output = read_until(program, LATE[how])
-    assert f"rank 0  waits in all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in output
+    backward = f"fabric.backward, {line('fabric.backward')} in <module>, after 2 steps"
+    assert f"rank 0  {backward}: waits in all_reduce of float32 (5,)" in output
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_2", "ddp_sharded"])
 def test_the_table_shows_collectives_of_every_backend(tmp_path: Path, strategy: str) -> None:
     with running(hanging(tmp_path, "python", strategy)) as program:
-        output = read_until(program, f"rank 1  runs Python, {line('signal.pause()')} in be_late")
-    assert "rank 0  waits in " in output
+        output = read_until(program, LATE["python"])
+    assert re.search(r"rank 0  (fabric\.backward, )?program\.py:\d+ in <module>, after 2 steps: waits in ", output)
 
 
 def test_the_table_is_printed_again_while_the_ranks_still_wait(tmp_path: Path) -> None:
@@ -111,8 +118,8 @@ def test_ranks_that_made_different_calls_raise_with_both(tmp_path: Path) -> None
         output = read_until(program, "failed first: RuntimeError: The ranks did not make the same call")
         output += read_until(program, "Make all ranks call the same operations, in the same order.")
         assert program.process.wait(30) == 1
-    assert f"rank 1: broadcast of float32 (3,), {line('broadcast(')} in be_late" in output
-    assert f"rank 0: all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in output
+    assert f"rank 1: {line('broadcast(')} in be_late: broadcast of float32 (3,)" in output
+    assert f"rank 0: fabric.backward, {line('fabric.backward')} in <module>: all_reduce of float32 (5,)" in output
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_1"])
@@ -121,7 +128,7 @@ def test_a_metric_of_one_rank_raises_on_all(tmp_path: Path, strategy: str) -> No
         output = read_until(program, "failed first: RuntimeError: The ranks did not make the same call")
         output += read_until(program, "Make all ranks call the same operations, in the same order.")
         assert program.process.wait(30) == 1
-    assert f"rank 1: all_reduce of float64 (1,), {line('fabric.all_gather(')} in be_late" in output
+    assert f"rank 1: fabric.all_gather, {line('fabric.all_gather(')} in be_late: all_reduce of float64 (1,)" in output
 
 
 def test_in_a_watched_step_different_calls_raise_at_once(tmp_path: Path) -> None:
@@ -129,14 +136,14 @@ def test_in_a_watched_step_different_calls_raise_at_once(tmp_path: Path) -> None
         output = read_until(program, "rank 1: broadcast, at")
         assert program.process.wait(30) == 1
     assert "CollectiveError: The 2 ranks did not make the same call:" in output
-    assert f"rank 0: all_reduce, at {line('fabric.backward')} in <module>" in output
+    assert f"rank 0: fabric.backward, {line('fabric.backward')} in <module>, after 2 steps (all_reduce)" in output
 
 
 @pytest.mark.thorough
 def test_the_timeout_error_names_the_call_that_a_rank_has_not_made(tmp_path: Path) -> None:
     with running(hanging(tmp_path, "python", "short")) as program:
         output = read_until(program, "rank 1: has not made it")
-        assert f"rank 0: all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in output
+        assert f"rank 0: fabric.backward, {line('fabric.backward')} in <module>: all_reduce of float32" in output
         read_until(program, "failed first")
         assert program.process.wait(30) == 1
 
@@ -166,10 +173,10 @@ def test_ranks_of_torchrun_print_the_table_and_end_themselves(tmp_path: Path) ->
     (tmp_path / "program.py").write_text(PROGRAM)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with running([*torchrun, tmp_path / "program.py", "metric", "ddp"]) as program:
-        output = read_until(program, "rank 0  waits in all_reduce")
+        output = read_until(program, "after 2 steps: waits in all_reduce")
         for _ in range(2):
             output += read_until(
-                program, f"rank 1: all_reduce of float64 (1,), {line('fabric.all_gather(')} in be_late"
+                program, f"rank 1: fabric.all_gather, {line('fabric.all_gather(')} in be_late: all_red"
             )
         assert program.process.wait(60) == 1
     for rank in (0, 1):
@@ -206,3 +213,90 @@ def test_a_step_that_was_skipped_on_one_rank_raises_with_the_lines_of_both(tmp_p
     lines = PARTED.splitlines()
     for words in ("    fabric.backward(loss)", "    fabric.all_reduce("):
         assert f"program.py:{next(number for number, text in enumerate(lines, 1) if words in text)}" in output
+
+
+ALONE = """
+import sys
+import torch
+from fabric import Fabric
+
+what, strategy, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+after = 0.3 if what == "saves" else 30
+fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="fork", report_after_seconds=after)
+fabric.launch()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=2))
+for step, batch in enumerate(fabric.progress(loader)):
+    fabric.backward(model(batch).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == number and what == "saves" and fabric.is_global_zero:
+        fabric.save("alone.ckpt", {"model": model})
+    if step == number and what == "leaves" and fabric.global_rank == 1:
+        break
+"""
+BACKWARD = next(number for number, text in enumerate(ALONE.splitlines(), 1) if "fabric.backward" in text)
+SAVE = next(number for number, text in enumerate(ALONE.splitlines(), 1) if "fabric.save" in text)
+
+
+def end_alone(tmp_path: Path, *words: str) -> str:
+    """What the job prints to stderr until it fails."""
+    (tmp_path / "program.py").write_text(ALONE)
+    with running([tmp_path / "program.py", *words]) as program:
+        _, output = program.process.communicate(timeout=60)
+    assert program.process.returncode == 1, output
+    return output
+
+
+@pytest.mark.parametrize(("strategy", "number"), [("ddp", 4), ("ddp", 0), ("fsdp", 4), ("deepspeed_stage_2", 4)])
+def test_a_save_of_one_rank_is_named_with_its_line_and_step(tmp_path: Path, strategy: str, number: int) -> None:
+    output = end_alone(tmp_path, "saves", strategy, str(number))
+    steps = f"after {number + 1} step{'s' * (number > 0)}"
+    assert re.search(rf"rank 0:? +fabric\.save, \S*program\.py:{SAVE} in <module>, {steps}", output), output
+    assert re.search(rf"rank 1:? +(\w+, at |fabric\.backward, )?\S*program\.py:{BACKWARD} in <module>, {steps}", output)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_that_leaves_its_loop_ends_the_job_without_a_traceback_of_gloo(tmp_path: Path, strategy: str) -> None:
+    output = end_alone(tmp_path, "leaves", strategy, "4")
+    first, last = output.rstrip().splitlines()[0], output.rstrip().splitlines()[-1]
+    assert re.match(
+        rf"rank 0 of 2, \d+ ms \w+, at (fabric\.backward, )?\S*program\.py:{BACKWARD} in <module>, after 5 st", first
+    )
+    assert last.startswith("rank 1 of 2 failed first: left with exit code 0 after 5 steps while other ranks still comm")
+    assert "Traceback" not in output
+
+
+def test_a_rank_that_leaves_its_loop_in_a_watched_step_raises_on_all(tmp_path: Path) -> None:
+    output = end_alone(tmp_path, "leaves", "ddp", "0")
+    assert "CollectiveError: The 2 ranks did not make the same call:" in output
+    assert re.search(r"rank 0: broadcast, at \S*program\.py:\d+ in <module>, after 1 step\n", output)
+    assert re.search(r"rank 1: all_reduce, at .*, after 1 step\n", output)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_on_a_terminal_a_report_begins_below_the_progress_bar_and_is_wrapped_at_words(
+    tmp_path: Path, width: int
+) -> None:
+    (tmp_path / "program.py").write_text(ALONE)
+    master, slave = pty.openpty()
+    command = [sys.executable, str(tmp_path / "program.py"), "saves", "ddp", "4"]
+    environ = {**os.environ, "COLUMNS": str(width), "TERM": "xterm"}
+    with template.Popen(command, stdout=slave, stderr=slave, env=environ, cwd=tmp_path) as process:
+        os.close(slave)
+        seen = b""
+        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+            while chunk := os.read(master, 4096):
+                seen += chunk
+        os.close(master)
+        process.wait(60)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode()).replace("\r", "\n").splitlines()
+    begins = next(number for number, line in enumerate(lines) if line.startswith("2 of 2 ranks wait in a collective"))
+    report = lines[begins : begins + 6]
+    assert max(map(len, report)) <= width
+    text = " ".join(" ".join(report).split())
+    assert (
+        f"rank 0 fabric.save, program.py:{SAVE} in <module>, after 5 steps: waits in all_reduce of float64 (1,)" in text
+    )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import fabric.fabric
 from fabric.launchers.process.stack import users_line
 from fabric.launchers.watch.activity import GRADIENTS, WORLD, Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, ask_all
@@ -54,11 +55,11 @@ def made(
 
 def test_ranks_that_do_the_same_share_a_line() -> None:
     activities = [doing(rank, "waits in all_reduce", where="a.py:3 in main") for rank in (0, 1, 3)]
-    activities.insert(2, doing(2, "runs Python", "python", 33.0, where="a.py:9 in save"))
+    activities.insert(2, doing(2, "runs Python", "python", 33.0, where="a.py:9 in save", progress="after 7 steps"))
     assert who_waits(activities).splitlines() == [
         "3 of 4 ranks wait in a collective, for up to 31 s.",
-        "  ranks 0-1, 3  waits in all_reduce, a.py:3 in main  31 s",
-        "  rank 2        runs Python, a.py:9 in save          last collective 33 s ago",
+        "  ranks 0-1, 3  a.py:3 in main: waits in all_reduce         31 s",
+        "  rank 2        a.py:9 in save, after 7 steps: runs Python  last collective 33 s ago",
         "The others wait for rank 2, which may be slow, or in another part of the program.",
     ]
 
@@ -95,7 +96,7 @@ def test_ranks_whose_calls_may_still_meet_go_on(other: Activity) -> None:
 
 
 def test_a_rank_that_runs_python_while_its_call_goes_on_goes_on() -> None:
-    busy = Activity(**{**vars_of(waiting(1, "w1", "w2")), "where": "Python is at train.py:9 in main"})
+    busy = Activity(**{**vars_of(waiting(1, "w1", "w2")), "words": "waits in all_reduce, and Python is at train.py:9"})
     assert stuck(waiting(0, "g2"), busy) == ""
 
 
@@ -172,9 +173,9 @@ def test_the_first_call_at_which_ranks_diverge_is_named() -> None:
     one, other = made(0, "barrier", "all_reduce of float32 (2,)"), made(1, "barrier", "all_reduce of float32 (3,)")
     assert first_difference([one, other]).splitlines() == [
         "In the process group of all ranks the ranks diverge at call 2:",
-        "  call 1, on all ranks: barrier, train.py:1",
-        "  call 2, rank 0: all_reduce of float32 (2,), train.py:2",
-        "  call 2, rank 1: all_reduce of float32 (3,), train.py:2",
+        "  call 1, on all ranks: train.py:1: barrier",
+        "  call 2, rank 0: train.py:2: all_reduce of float32 (2,)",
+        "  call 2, rank 1: train.py:2: all_reduce of float32 (3,)",
     ]
 
 
@@ -213,6 +214,11 @@ def test_the_users_line_is_the_innermost_outside_of_libraries() -> None:
     ]
     assert users_line(frames) == "/home/me/train.py:12 in step"
     assert users_line([]) == ""
+    method = (fabric.fabric.__file__, 700, "save")
+    inner = (fabric.fabric.__file__, 900, "_checkpoints")
+    assert users_line([(library, 7, "f"), inner, method, *frames[2:]]) == "fabric.save, /home/me/train.py:12 in step"
+    assert users_line([method, inner, *frames[2:]]) == "/home/me/train.py:12 in step"
+    assert users_line([inner, (fabric.fabric.__file__, 940, "_close_at_exit")]) == "the end of the program"
 
 
 @contextmanager

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import template
 
 from fabric.strategies import DDPStrategy, Strategy, available_strategies, register_strategy
 from fabric.strategies.registry import make_strategy, strategy_registrations
+from fabric.strategies.xla.model_parallel import XLAModelParallelStrategy
 
 
 def run(code: str, path: Path | None = None, *, fresh: bool = False) -> str:
@@ -141,3 +146,13 @@ print([name for name in ("torch", "fabric.strategies.ddp.strategy") if name in s
         fresh=True,
     )
     assert output == "[]\n"
+
+
+OURS = {type(one.make()) for one in strategy_registrations().values() if one.source == "torchfabric"}
+
+
+@pytest.mark.parametrize("kind", sorted({*OURS, XLAModelParallelStrategy}, key=str))
+def test_each_option_of_a_strategy_is_explained_in_its_help(kind: type[Any]) -> None:
+    arguments = (inspect.getdoc(kind) or "").partition("\nArgs:\n")[2]
+    explained = re.findall(r"^    (\w+): \S+ \S+", arguments, re.MULTILINE)
+    assert sorted(explained) == sorted(field.name for field in dataclasses.fields(kind))

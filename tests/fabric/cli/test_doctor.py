@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -112,6 +116,57 @@ def test_doctor_prints_tables_of_the_same_report() -> None:
     assert "\x1b" not in shown
     numbered = [line.partition(") ")[2] for line in shown.splitlines() if line.startswith("(")]
     assert any(sentence.startswith("`strategy='manual'` parallelises the model") for sentence in numbered)
+
+
+def on_terminal(width: int, *arguments: str) -> list[str]:
+    """The lines that doctor prints on a terminal of this width."""
+    master, slave = pty.openpty()
+    environ = {**os.environ, "COLUMNS": str(width), "TERM": "dumb"}
+    process = template.Popen([sys.executable, "-m", "fabric", "doctor", *arguments], stdout=slave, env=environ)
+    os.close(slave)
+    seen = b""
+    with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+        while chunk := os.read(master, 4096):
+            seen += chunk
+    os.close(master)
+    assert process.wait(100) == 0
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode()).splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [80, 120])
+def test_on_a_terminal_sentences_are_wrapped_at_words(width: int) -> None:
+    lines = on_terminal(width)
+    assert max(map(len, lines)) <= width
+    text = " ".join(line.strip() for line in lines)
+    found = json.loads(doctor("--json"))
+    for row in [*found["accelerators"], *found["strategies"]]:
+        assert row["why_not"] is None or row["why_not"] in text
+    assert max(map(len, on_terminal(width, "--strategies"))) <= width
+
+
+@pytest.mark.slow
+def test_strategies_that_need_a_function_of_the_user_say_so() -> None:
+    shown = {line.split("│")[1].strip(): line for line in on_terminal(120) if line.startswith("│ m")}
+    for name in ("manual", "model_parallel"):
+        assert "needs your function" in shown[name]
+    found = json.loads(doctor("--strategies", "--json"))["strategies"]
+    assert {row["name"] for row in found if row["needs_function"]} == {"manual", "model_parallel"}
+
+
+@pytest.mark.slow
+def test_another_distribution_of_the_import_package_is_named(tmp_path: Path) -> None:
+    for name, package in (("fabric", "fabric"), ("invoke", "invoke")):
+        folder = tmp_path / f"{name}-3.2.2.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 3.2.2\n")
+        (folder / "top_level.txt").write_text(f"{package}\n")
+    command = [sys.executable, "-m", "fabric", "doctor"]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "200"}
+    done = template.run(command, capture_output=True, text=True, timeout=100, env=environ)
+    assert "The distribution `fabric` owns the import package `fabric`, too: its files and those of" in done.stdout
+    assert "Run `pip uninstall fabric`, and install torchfabric again." in done.stdout
+    assert "owns the import package" not in doctor()
 
 
 def declares() -> DDPStrategy:

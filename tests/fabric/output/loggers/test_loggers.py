@@ -147,6 +147,26 @@ def test_new_metrics_get_columns_and_old_rows_empty_cells(tmp_path: Path) -> Non
     assert [path.name for path in logger.file.parent.iterdir()] == ["metrics.csv"]
 
 
+def test_metrics_of_one_step_are_one_row(tmp_path: Path) -> None:
+    with Fabric(accelerator="cpu", devices=1, loggers=CSVLogger(tmp_path)) as fabric:
+        for step in range(2):
+            fabric.log_dict({"loss": 1 / (3 + step)}, step)
+            fabric.log_dict({"accuracy": 0.5, "long, name": 10.0**step}, step)
+            fabric.log("rate", 0.25, step)
+        fabric.log("rate", 0.125, 1)  # once more: a row of its own
+        fabric.log("loss", 2, 1)
+        fabric.log("loss", 3)
+        fabric.log("rate", 4)  # without a step, nothing says that they belong together
+        assert fabric.logger.file.read_text() == (
+            'step,loss,accuracy,"long, name",rate\n'
+            f"0,{1 / 3},0.5,1.0,0.25\n"
+            "1,0.25,0.5,10.0,0.25\n"
+            "1,2,,,0.125\n"
+            ",3,,,\n"
+            ",,,,4\n"
+        )
+
+
 def test_the_file_is_written_anew_only_where_names_are_new(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     logger.log_metrics({"a": 1, "b": 1}, 0)
@@ -154,6 +174,7 @@ def test_the_file_is_written_anew_only_where_names_are_new(tmp_path: Path) -> No
     first = logger.file.stat().st_ino
     for step in range(50):
         logger.log_metrics({"a": 1} if step % 2 else {"b": 1}, step)
+        logger.log_metrics({"b": 1} if step % 2 else {"a": 1}, step)
     assert logger.file.stat().st_ino == first
 
 
@@ -175,7 +196,8 @@ import sys, itertools
 from fabric.output.loggers.csv_file import CSVLogger
 logger = CSVLogger(sys.argv[1], version="killed")
 for step in itertools.count():
-    logger.log_metrics({"loss": step / 3, f"name_{step // 100 % 8}": 1e-300 * step}, step)
+    logger.log_metrics({"loss": step / 3}, step)
+    logger.log_metrics({f"name_{step // 100 % 8}": 1e-300 * step}, step)
     if step == 500:
         print("logging", flush=True)
 """

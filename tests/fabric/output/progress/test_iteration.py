@@ -205,6 +205,21 @@ def test_an_iterator_kept_until_exit_restores_the_cursor() -> None:
 def test_only_rank_zero_prints_and_as_print_does(capsys: pytest.CaptureFixture[str]) -> None:
     Fabric(accelerator="cpu", devices=1).print("a", [1, 2], "[red]b[/red]", sep="-", end="!\n")
     assert capsys.readouterr().out == "a-[1, 2]-[red]b[/red]!\n"
-    file = io.StringIO()
-    Fabric(accelerator="cpu", devices=1).print("a", file=file)
-    assert file.getvalue() == "a\n"
+
+
+class Writes(io.StringIO):
+    """Keeps each text that is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.texts += [text] if text else []
+        return super().write(text)
+
+
+def test_several_values_are_one_write() -> None:
+    file = Writes()
+    Fabric(accelerator="cpu", devices=1).print("loss", 0.5, [1], file=file, flush=True)
+    assert file.texts == ["loss 0.5 [1]\n"]
