@@ -87,6 +87,10 @@ class SetUp:
             prepared = strategy.setup(runtime, module, optimizers, move)
             self._undo.push(stack.pop_all())
         self._undo.callback(prepared.release)
+        synchronises_on_cpu = runtime.device.type == "cpu" and runtime.collective.process_group is not None
+        for layer in uncompiled(prepared.module).modules():
+            if isinstance(layer, nn.SyncBatchNorm) and synchronises_on_cpu:
+                self._undo.callback(layer.register_forward_pre_hook(_refuse_on_cpu).remove)
         lack = strategy.lacks.get("later_optimizers") if runtime.world.size > 1 else None
         self._unprepared.add(uncompiled(prepared.module), before, self._undo, lack)
         self.models[prepared.module] = prepared
@@ -220,3 +224,12 @@ class SetUp:
             self._accumulation.guard(optimizers)
         for moment in self._moments.optimizers_set_up:
             moment(optimizers)
+
+
+def _refuse_on_cpu(layer: nn.SyncBatchNorm, args: Any) -> None:
+    if layer.training:
+        raise RuntimeError(
+            "`SyncBatchNorm` in training on a CPU: torch synchronises its statistics between GPUs alone. Write "
+            "`if fabric.device.type != 'cpu': model = nn.SyncBatchNorm.convert_sync_batchnorm(model)`, or use a layer "
+            "without statistics of the batch, such as `nn.GroupNorm`."
+        )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, final
@@ -77,19 +77,27 @@ class Engine(GradientSync):
         self._placeholders: dict[Tensor, InShards] = {}
         self._unreduced: dict[Tensor, Tensor] = {}  # at stage 1, between backwards: this rank's gradients
         self._has_gradients = self._is_reduced = self._in_backward = self._is_started = False
+        self._outside, self._leaves_inference_mode = ExitStack(), False
         self._hooks: list[RemovableHandle] = [
             each.register_post_accumulate_grad_hook(self._arrived.append)  # type: ignore[no-untyped-call]
             for each in self.trained
         ]
         if stage == 3:  # DeepSpeed's own hooks would meet a parameter that they do not know
-            self._hooks.append(module.register_forward_pre_hook(Hook(self._refuse_added), prepend=True))
+            self._hooks.append(module.register_forward_pre_hook(Hook(self._before_forward), prepend=True))
         self.discard()
 
     # Forward and backward
 
-    def _refuse_added(self, *_: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             self._added_parameters.refuse(NEVER_TRAINED)
+        elif torch.is_inference_mode_enabled():  # DeepSpeed assigns what it gathers to the parameters
+            if not self._leaves_inference_mode:  # behind DeepSpeed's own hooks, which free parameters
+                self._leaves_inference_mode = True
+                after = Hook(lambda *_: self._outside.close())
+                self._hooks.append(module.register_forward_hook(after, always_call=True))
+            self._outside.enter_context(torch.inference_mode(False))
+            self._outside.enter_context(torch.no_grad())
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of the module, so that the engine handles the backward of its outputs."""

@@ -26,6 +26,7 @@ from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.state import own_parameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import AddedParameters, Contents
+from fabric.strategies.sharding.first_gather import FirstGather
 from fabric.strategies.sharding.mesh import along, axes_of, degree
 from fabric.strategies.tensors.dtensor import as_sharded
 
@@ -42,6 +43,7 @@ class ManualGradientSync(GradientSync):
         self.data_axes = [axis for axis in data_axes if degree(context.mesh, axis) > 1]
         self.replicas = [part for part in parts if isinstance(part, DistributedDataParallel)]
         self.sharded = [part for part in parts if isinstance(part, FSDPModule)]
+        self.first_gather = FirstGather(self.sharded)
         self.num_holds = 0
         self.expected = False
         self.names: dict[Tensor, str] = {each: name for name, each in own_parameters(parallel.module).items()}
@@ -111,6 +113,7 @@ class ManualGradientSync(GradientSync):
             self.parallel.release()
         for handle in self.hooks:
             handle.remove()
+        self.first_gather.release()
         for part in self.replicas:
             end_reducer(part)
 
