@@ -38,10 +38,9 @@ class _FabricModule(nn.Module):
         super().__init__()
         self._modules["_forward_module"] = forward_module  # for `modules()`; below, for a fast look-up
         del self.__dict__["training"]  # `training` is that of the module
-        self.__dict__["_forward_module"] = forward_module
-        self.__dict__["_is_mixed"] = precision is not None and precision.is_mixed
-        self.__dict__["_converts"] = precision is not None and (precision.is_mixed or casts(precision))
-        self.__dict__["_marked"] = set()
+        is_mixed = precision is not None and precision.is_mixed
+        converts = is_mixed or (precision is not None and casts(precision))
+        self.__dict__.update(_forward_module=forward_module, _converts=converts, _is_mixed=is_mixed, _marked=set())
 
     @property
     def module(self) -> nn.Module:

@@ -79,6 +79,8 @@ class SetUp:
             moment(module, optimizers)
         bare = self._in_no_module(optimizers, module)
         refuse_renormalized(runtime, module)
+        if runtime.device.type == "cpu" and runtime.collective.process_group is not None:
+            _refuse_sync_batch_norm(module)
         if strategy.sets_up_one_model:
             refuse_different_models(runtime, module, fills_from_rank_zero=strategy.fills_from_rank_zero)
         with ExitStack() as stack:  # restores the module if the strategy raises
@@ -87,10 +89,6 @@ class SetUp:
             prepared = strategy.setup(runtime, module, optimizers, move)
             self._undo.push(stack.pop_all())
         self._undo.callback(prepared.release)
-        synchronises_on_cpu = runtime.device.type == "cpu" and runtime.collective.process_group is not None
-        for layer in uncompiled(prepared.module).modules():
-            if isinstance(layer, nn.SyncBatchNorm) and synchronises_on_cpu:
-                self._undo.callback(layer.register_forward_pre_hook(_refuse_on_cpu).remove)
         lack = strategy.lacks.get("later_optimizers") if runtime.world.size > 1 else None
         self._unprepared.add(uncompiled(prepared.module), before, self._undo, lack)
         self.models[prepared.module] = prepared
@@ -226,10 +224,10 @@ class SetUp:
             moment(optimizers)
 
 
-def _refuse_on_cpu(layer: nn.SyncBatchNorm, args: Any) -> None:
-    if layer.training:
-        raise RuntimeError(
-            "`SyncBatchNorm` in training on a CPU: torch synchronises its statistics between GPUs alone. Write "
-            "`if fabric.device.type != 'cpu': model = nn.SyncBatchNorm.convert_sync_batchnorm(model)`, or use a layer "
-            "without statistics of the batch, such as `nn.GroupNorm`."
+def _refuse_sync_batch_norm(module: nn.Module) -> None:
+    if any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+        raise ValueError(
+            f"`{type(module).__name__}` has layers of `SyncBatchNorm`, and torch's synchronise GPUs alone, not CPUs. "
+            "Write `if fabric.device.type != 'cpu': model = nn.SyncBatchNorm.convert_sync_batchnorm(model)`: the names "
+            "of weights are the same without it."
         )

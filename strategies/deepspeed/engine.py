@@ -12,7 +12,7 @@ every backward, because no rank stores whole gradients.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
@@ -340,12 +340,13 @@ class Engine(GradientSync):
     def _step_shards(self, optimizer: Optimizer) -> None:
         """Step DeepSpeed's optimizer with the hyperparameters of the program's, and return what it changes in them."""
         stepped = self.zero.optimizer.param_groups
-        if len(stepped) != len(optimizer.param_groups):
+        if len(optimizer.param_groups) != self._num_groups:
             raise RuntimeError(_LATE_GROUP.format(optimizer=type(optimizer).__name__))
-        for shards, group in zip(stepped, optimizer.param_groups, strict=True):
+        groups = [optimizer.param_groups[number] for number in self._groups]
+        for shards, group in zip(stepped, groups, strict=True):
             shards.update(group, params=shards["params"])
         self.engine.step()
-        for shards, group in zip(stepped, optimizer.param_groups, strict=True):
+        for shards, group in zip(stepped, groups, strict=True):
             group.update(shards, params=group["params"])
 
     def _refuse_other_gradients(self) -> None:
@@ -393,6 +394,8 @@ class Engine(GradientSync):
         program's optimizer keep its parameters, and hooks and schedulers run once a step.
         """
 
+        self._num_groups = len(optimizer.param_groups)
+        self._groups = [number for number, group in enumerate(optimizer.param_groups) if is_trained(group)]
         whole = Optimizer.profile_hook_step(self.step)
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             whole._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -419,11 +422,17 @@ class Engine(GradientSync):
         close(self.engine)
 
 
+def is_trained(group: Mapping[str, Any]) -> bool:
+    """Whether a parameter group holds a parameter that requires a gradient."""
+    return any(parameter.requires_grad for parameter in group["params"])
+
+
 def copy_of(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer, without state and without hooks, as it would be unpickled."""
+    """The same optimizer, without state and without hooks, as it would be unpickled, with the groups that are trained:
+    DeepSpeed removes empty ones, and fails on those that are frozen."""
     made: Optimizer = object.__new__(type(optimizer))
     own = {name: value for name, value in vars(optimizer).items() if not name.endswith("_hooks")}
-    groups = [dict(group) for group in optimizer.param_groups]
+    groups = [dict(group) for group in optimizer.param_groups if is_trained(group)]
     made.__setstate__({**own, "state": defaultdict(dict), "param_groups": groups})
     plain = getattr(type(made).step, "__wrapped__", type(made).step)  # hooks of all optimizers run in the program's
     made.step = MethodType(plain, made)  # type: ignore[method-assign]
