@@ -39,8 +39,10 @@ class _FabricModule(nn.Module):
         self._modules["_forward_module"] = forward_module  # for `modules()`; below, for a fast look-up
         del self.__dict__["training"]  # `training` is that of the module
         is_mixed = precision is not None and precision.is_mixed
-        converts = is_mixed or (precision is not None and casts(precision))
-        self.__dict__.update(_forward_module=forward_module, _converts=converts, _is_mixed=is_mixed, _marked=set())
+        is_converted = is_mixed or (precision is not None and casts(precision))
+        self.__dict__.update(
+            _forward_module=forward_module, _is_converted=is_converted, _is_mixed=is_mixed, _marked=set()
+        )
 
     @property
     def module(self) -> nn.Module:
@@ -57,13 +59,13 @@ class _FabricModule(nn.Module):
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
         """Have another method of the module run as `forward` does."""
         self._forward_module.mark_forward_method(method)  # type: ignore[operator]
-        if self._converts:
+        if self._is_converted:
             self._marked.add(method if isinstance(method, str) else method.__name__)
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """With floating outputs in the default dtype, and inputs of float64 too under mixed precision, unless the
         precision is "32-true"."""
-        if not self._converts:
+        if not self._is_converted:
             return method(*args, **kwargs)
         if self._is_mixed:
             args, kwargs = map_only_tensors(_from_double, (args, kwargs), keep=True)

@@ -339,15 +339,14 @@ class Engine(GradientSync):
 
     def _step_shards(self, optimizer: Optimizer) -> None:
         """Step DeepSpeed's optimizer with the hyperparameters of the program's, and return what it changes in them."""
-        stepped = self.zero.optimizer.param_groups
-        if len(optimizer.param_groups) != self._num_groups:
+        stepped, groups = self.zero.optimizer.param_groups, optimizer.param_groups
+        if len(groups) != self._num_groups:
             raise RuntimeError(_LATE_GROUP.format(optimizer=type(optimizer).__name__))
-        groups = [optimizer.param_groups[number] for number in self._groups]
-        for shards, group in zip(stepped, groups, strict=True):
-            shards.update(group, params=shards["params"])
+        for shards, number in zip(stepped, self._groups, strict=True):
+            shards.update(groups[number], params=shards["params"])
         self.engine.step()
-        for shards, group in zip(stepped, groups, strict=True):
-            group.update(shards, params=group["params"])
+        for shards, number in zip(stepped, self._groups, strict=True):
+            groups[number].update(shards, params=groups[number]["params"])
 
     def _refuse_other_gradients(self) -> None:
         """Raise RuntimeError for gradients that `fabric.backward` has not computed: the step would do nothing."""
