@@ -39,8 +39,7 @@ from fabric.loop.setup import SetUp
 from fabric.loop.stop import StopRequest
 from fabric.loop.weighting import Weighting, average_over_ranks
 from fabric.output.callbacks import call
-from fabric.output.console import print_rank_zero
-from fabric.output.loggers.logger import metric_writer, record_hyperparams
+from fabric.output.loggers.logger import metric_writer
 from fabric.output.progress.iteration import progress
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful
@@ -60,8 +59,10 @@ from fabric.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
     from fabric.checkpoints.checkpoints import Checkpoints
+    from fabric.configure.arguments import LoaderOptions
     from fabric.strategies.checkpoint.background import PendingSave
 
 T = TypeVar("T")
@@ -346,31 +347,13 @@ class Fabric:
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     @overload
-    def setup_dataloaders(
-        self,
-        loader: Loader,
-        /,
-        *,
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        use: Use | None = None,
-        uneven: Uneven | None = None,
-        dispatch: bool = False,
-    ) -> Loader: ...
+    def setup_dataloaders(self, loader: Loader, /, **options: Unpack[LoaderOptions]) -> Loader: ...
     @overload
     def setup_dataloaders(
-        self,
-        first: Loader,
-        second: Loader2,
-        /,
-        *,
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        use: Use | None = None,
-        uneven: Uneven | None = None,
-        dispatch: bool = False,
+        self, first: Loader, second: Loader2, /, **options: Unpack[LoaderOptions]
     ) -> tuple[Loader, Loader2]: ...
     @overload
+    def setup_dataloaders(self, *loaders: Iterable[Any], **options: Unpack[LoaderOptions]) -> Any: ...
     def setup_dataloaders(
         self,
         *loaders: Iterable[Any],
@@ -378,33 +361,19 @@ class Fabric:
         move_to_device: bool = True,
         use: Use | None = None,
         uneven: Uneven | None = None,
-        dispatch: bool = False,
-    ) -> Any: ...
-    def setup_dataloaders(
-        self,
-        *loaders: Iterable[Any],
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        use: Use | None = None,
-        uneven: Uneven | None = None,
-        dispatch: bool = False,
     ) -> Any:
         """Split the data over the ranks, and move batches to the device; returns the loader, or a tuple in order.
 
         The user's loader is neither changed nor constructed again. `use`: train (default), validate, test or predict.
         `use_distributed_sampler=False`: every rank reads its loader as it is.
         `uneven`: what ranks that train on streams of different lengths do when the first stream ends: "stop" together
-        (the default, with a message), raise an "error", or "repeat" their last batch until all streams have ended. A
-        repeated batch counts zero in `fabric.backward`, with and without `weight=`: gradients are those of the ranks
-        that still have data (after `loss.backward()`, which would count it, a step raises). The ranks exchange messages
-        to agree on who has data, so every rank must iterate, and leave its loop at the same step; for a loop on some
-        ranks only, use another `use` than 'train'. With `use_distributed_sampler=False` this happens only if `uneven`
-        is given. In evaluation ranks may have different numbers of batches, except under strategies that gather
-        parameters in forward: there "repeat" evaluates all data, and without it different numbers are an error.
-        `dispatch=True`: rank 0 alone reads the loader, and sends each rank whole batches in turn, as the loader made
-        them: for data that cannot be read in parts. Before each step the ranks wait for rank 0; an error of the loader
-        is raised on every rank (DispatchError). The other ranks pass any iterable. All iterate, and leave their loop
-        at the same step.
+        (the default, with a message), or "repeat" their last batch until all streams have ended. A repeated batch
+        counts zero in `fabric.backward`, with and without `weight=`: gradients are those of the ranks that still have
+        data (after `loss.backward()`, which would count it, a step raises). The ranks exchange messages to agree on
+        who has data, so every rank must iterate, and leave its loop at the same step; for a loop on some ranks only,
+        use another `use` than 'train'. With `use_distributed_sampler=False` this happens only if `uneven` is given. In
+        evaluation ranks may have different numbers of batches, except under strategies that gather parameters in
+        forward: there "repeat" evaluates all data, and without it different numbers are an error.
         Data that is already split for this rank (`DistributedSampler`, `split_dataset_by_node` of a stream,
         webdataset's `split_by_node`, any sampler with a rank) is not split again. A map-style dataset that was split
         before (`datasets.Dataset.shard`, `Subset`) cannot be recognised: it raises if the ranks' datasets differ.
@@ -413,8 +382,8 @@ class Fabric:
         """
         if not loaders:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
-        check_loader_options(use, uneven, dispatch=dispatch, distribute=use_distributed_sampler)
-        runtime = replace(self._connected, uneven=uneven, dispatch=dispatch)
+        check_loader_options(use, uneven)
+        runtime = replace(self._connected, uneven=uneven)
         if uneven == "repeat" and use in (None, "train"):
             self._accumulation.repeated = runtime.loader_numbers.repeated
             self._accumulation.guard(self._objects.optimizers)
@@ -490,10 +459,8 @@ class Fabric:
         gradients that were not synchronised raises RuntimeError.
         Ranks: all, with the same number of windows; windows may differ in length between ranks.
         """
-        if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
-            raise ValueError(
-                f"`accumulate(loader, {num_batches!r})`: a window has a number of micro-batches, 1 or more."
-            )
+        if not isinstance(num_batches, int) or num_batches < 1:
+            raise ValueError(f"`accumulate(loader, {num_batches})`: a window has a number of micro-batches, 1 or more.")
         objects = self._objects
         prepared = tuple(objects.prepared(each, "accumulate") for each in models) or tuple(objects.models.values())
         if not prepared:
@@ -860,12 +827,14 @@ class Fabric:
 
     def print(self, *values: object, **options: Any) -> None:
         """`print` on rank zero only, above the progress bar if one is shown."""
-        print_rank_zero(*values, is_rank_zero=self.is_global_zero, **options)
+        if self.is_global_zero:  # rich moves the lines of `sys.stdout` above its bar
+            print(*values, **options)
 
-    def progress(self, iterable: Iterable[T], description: str = "", **options: Any) -> Iterator[T]:
-        """Iterate with a progress bar on rank zero: samples per second over all ranks, and the time left."""
-        options = {"num_ranks": self.world_size, "enabled": self.is_global_zero, **options}
-        return progress(iterable, description=description, **options)
+    def progress(self, iterable: Iterable[T], description: str = "", *, total: int | None = None) -> Iterator[T]:
+        """Iterate with a progress bar on rank zero: samples per second over all ranks, and the time left. `total`: the
+        number of items, if `len(iterable)` is not known."""
+        is_zero = self.is_global_zero
+        return progress(iterable, description, total=total, num_ranks=self.world_size, enabled=is_zero)
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         """Log one metric to every logger, on rank zero."""
@@ -879,15 +848,12 @@ class Fabric:
         if self.is_global_zero and self._loggers:
             numbers = {name: each.item() if isinstance(each, Tensor) else each for name, each in metrics.items()}
             for logger in self._loggers:
-                metric_writer(logger)(numbers, step)
+                metric_writer(logger)(dict(numbers), step=step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Log the hyperparameters to every logger that has `log_hyperparams`, on rank zero.
-
-        Raises: TypeError: there are loggers, and none of them has this method.
-        """
+        """Log the hyperparameters to every logger that has `log_hyperparams`, on rank zero."""
         if self.is_global_zero:
-            record_hyperparams(self._loggers, params)
+            call(self._loggers, "log_hyperparams", dict(params))
 
     def call(self, hook: str, *args: Any, **kwargs: Any) -> None:
         """Run the method `hook` of every callback that has it, in the order given."""

@@ -32,6 +32,8 @@ class _FabricModule(nn.Module):
     """A prepared module. Attributes are those of the user's module, read and written."""
 
     _forward_module: nn.Module
+    _is_converted: bool
+    """Whether the dtypes of inputs and outputs are converted."""
 
     def __init__(self, forward_module: nn.Module, precision: Precision | None = None) -> None:
         """`precision`: that of the fabric; None converts nothing."""

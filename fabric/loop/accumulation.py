@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import islice
 from typing import Any, Generic, TypeVar, final
 
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.data.loop_progress import NOT_COUNTED, End, ReadAhead, RepeatedBatches
-from fabric.strategies.data.take import length_of, take
+from fabric.strategies.data.take import length_of, once
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.tensors.parameters import parameters_of
@@ -190,7 +191,8 @@ class _Ahead(Iterator[T]):
     """An iterator that reads one item ahead, to know whether there is another."""
 
     def __init__(self, iterator: Iterator[T], repeated: RepeatedBatches | None, ahead: ReadAhead) -> None:
-        self._iterator, self._repeated, self._ahead = iterator, repeated, ahead
+        self._iterator: Iterator[T] = once(iterator)
+        self._repeated, self._ahead = repeated, ahead
         self._held: list[T] = []
         self._ends: list[End] = []
         """The iterations whose end was found."""
@@ -201,7 +203,7 @@ class _Ahead(Iterator[T]):
         if not self._held:
             before = None if self._repeated is None else self._repeated.take()
             with self._ahead.reading() as ends:
-                self._held = take(self._iterator, 1)
+                self._held = [*islice(self._iterator, 1)]
             self._ends += ends
             if self._repeated is not None and before is not None:
                 self._received = self._repeated.take()

@@ -25,11 +25,10 @@ from fabric.strategies.gradients.bare_parameters import (
     BareParameters,
     outside,
     refuse_another_model,
-    refuse_shards,
 )
 from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.module.activation_checkpointing import recompute
-from fabric.strategies.module.same_model import refuse_different_models, refuse_renormalized
+from fabric.strategies.module.same_model import refuse_different_models
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.strategy import Strategy
@@ -78,7 +77,6 @@ class SetUp:
         for moment in self._moments.before_setup:
             moment(module, optimizers)
         bare = self._in_no_module(optimizers, module)
-        refuse_renormalized(runtime, module)
         if runtime.device.type == "cpu" and runtime.collective.process_group is not None:
             _refuse_sync_batch_norm(module)
         if strategy.sets_up_one_model:
@@ -201,7 +199,6 @@ class SetUp:
                 f"The `{type(optimizer).__name__}` holds {len(bare)} parameters (the first of shape "
                 f"{tuple(parameter.shape)}) that belong to no module set up so far. {lack}"
             )
-        refuse_shards(bare)
         return [parameter for _, parameter in bare]
 
     def _add(self, optimizers: dict[Optimizer, StateAccess], bare: Sequence[Tensor], *, move: bool) -> None:

@@ -596,8 +596,13 @@ def changed_in_forward(fabric: Fabric | None = None) -> nn.Module:
 
 def renormalizing(fabric: Fabric) -> nn.Module:
     """Each forward of such an embedding rescales the rows that this rank reads."""
-    model = fabric.setup(nn.Sequential(nn.Embedding(4, 2, max_norm=1)))
-    assert isinstance(model, nn.Module)
+    net = nn.Sequential(nn.Embedding(4, 2, max_norm=1), nn.Linear(2, 1))
+    nn.init.ones_(net[0].weight)
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    for _ in range(3):
+        fabric.backward(model(torch.tensor([3 * fabric.global_rank])).sum())  # a row of its own shard
+        optimizer.step()
+        optimizer.zero_grad()
     return model
 
 
@@ -845,8 +850,7 @@ SENTENCES = {
     ): "The model is wrapped in `DistributedDataParallel`, and `strategy='ddp_sharded'`",
     ("ddp_fully_sharded", "wrapped by hand"): "Pass the module to `fabric.setup` as it is, not wrapped",
     ("deepspeed_stage_2", "closure called by the step"): "`CallsClosure.step` calls its closure itself, and under",
-    ("ddp_fully_sharded", "model called within vmap"): "the hooks that this strategy needs around forward and backward",
-    ("ddp", "embedding with max_norm"): "`0` has `max_norm=1`, with which each forward rescales the rows",
+    ("ddp", "embedding with max_norm"): "`0.weight` on rank 1 differs from that on rank 0",
     (
         "ddp",
         "gradients of its own",

@@ -149,9 +149,7 @@ def test_a_step_after_a_last_micro_batch_without_backward_raises() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("number", "reported"), [(0, "accumulate\\(loader, 0\\)"), (True, "accumulate\\(loader, True\\)"), (2.0, "2.0")]
-)
+@pytest.mark.parametrize(("number", "reported"), [(0, "accumulate\\(loader, 0\\)"), (2.0, "2.0")])
 def test_a_window_needs_a_positive_number_of_micro_batches(number: Any, reported: str) -> None:
     fabric, _, _ = alone()
     with pytest.raises(ValueError, match=reported):

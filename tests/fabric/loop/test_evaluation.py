@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from fabric import Fabric
 from fabric.loop.evaluation import gather_for_metrics
 from fabric.strategies.collectives.collective import Collective, CollectiveError
-from fabric.strategies.data.device_loader import DeviceLoader, Reading, read_as
+from fabric.strategies.data.device_loader import DeviceLoader, Reading
 from fabric.strategies.data.share import Share
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.loader_hook import votes_over
@@ -117,7 +117,7 @@ def test_batches_that_a_rank_repeats_to_even_out_the_ranks_are_left_out() -> Non
     def body(collective: Collective) -> Any:
         mine = [[0, 2, 4], [1]][collective.rank]
         agreement = Agreement("repeat", votes_over(collective), "parts", lambda words: None, ahead=bool(len(mine) % 2))
-        loader = read_as(mine, Reading(source=mine, agreement=agreement))
+        loader = DeviceLoader(mine, Reading(source=mine, agreement=agreement))
         values = list(loader)
         share = Share(index=collective.rank, count=2)
         return len(values), gather_for_metrics(collective, share, values, loader).tolist()
