@@ -22,6 +22,7 @@ from fabric.loop.setup import SetUp
 from fabric.output.progress.checkpoint import checkpoint_progress
 from fabric.strategies.checkpoint import foreign, loading, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
+from fabric.strategies.checkpoint.errors import CheckpointEntryError, CheckpointError
 from fabric.strategies.checkpoint.mismatches import mismatches, table
 from fabric.strategies.checkpoint.snapshot import snapshot
 from fabric.strategies.checkpoint.state import RUN, Filter, Stateful, load_into, restore, state_of, uncompiled
@@ -134,10 +135,12 @@ class Checkpoints:
         """Raise CheckpointError on every rank if a state does not fit. Ranks: all."""
         rows = mismatches(dict(state), content, self._access, self._loader_states)
         wrong = rows if strict else [row for row in rows if not row.is_left_out]
-        problem = None
+        problem, kind = None, CheckpointError  # a class of it
         if wrong:
             problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}\n{_OTHER_NAMES}")
-        loading.refuse_unread(self._collective, storage_of(path), problem)
+            if any(row.there == "missing" and row.entry in state for row in wrong):
+                kind = CheckpointEntryError
+        loading.refuse_unread(self._collective, storage_of(path), problem, kind)
         if rows:
             self._runtime.report(f"`fabric.{method}(..., strict=False)` left out:\n{table(rows)}")
 

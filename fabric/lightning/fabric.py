@@ -10,6 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -67,7 +68,15 @@ class Fabric:
         """Attributes that only the core has: `progress`, `should_stop`, `average_gradients`, ..."""
         if name.startswith("_") or "core" not in self.__dict__:
             raise AttributeError(f"`{type(self).__name__}` has no attribute {name!r}.")
-        return getattr(self.core, name)
+        value = getattr(self.core, name)
+        if not callable(value):
+            return value
+
+        @wraps(value)
+        def of_core(*args: Any, **kwargs: Any) -> Any:
+            return value(*map(_inner, args), **{key: _inner(each) for key, each in kwargs.items()})
+
+        return of_core
 
     def __enter__(self) -> Fabric:
         return self
@@ -184,9 +193,11 @@ class Fabric:
         _reapply_compile: bool = True,
     ) -> Any:
         """Prepare a model and its optimizers: the module alone, or with the optimizers (and the scheduler) in order."""
-        result = self.core.setup(_to_set_up(self, module), *optimizers, move_to_device=move_to_device)
+        given = prepared(module)
+        assert given is not None
+        result = self.core.setup(given, *optimizers, move_to_device=move_to_device)
         model, *rest = result if isinstance(result, tuple) else (result,)
-        wrapper = _FabricModule(model)
+        wrapper = _FabricModule(model, self.core.precision)
         self._models.append(model)
         self._stepped += [(optimizer, model) for optimizer in rest]
         self._watch(rest)
@@ -249,8 +260,11 @@ class Fabric:
         return self.core.autocast()
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Run backward, and average gradients over the ranks."""
-        self.core.backward(tensor, *args, model=prepared(model), **kwargs)
+        """Run backward, and average gradients over the ranks: those of what was set up."""
+        if self._models or self._hooks:
+            self.core.backward(tensor, *args, model=prepared(model), **kwargs)
+        else:
+            tensor.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Within the context, gradients of `module` are not synchronised."""
@@ -421,10 +435,8 @@ def _run(core: CoreFabric, fabric: Fabric, function: Callable[..., T], args: Any
     return function(fabric, *args, **kwargs)
 
 
-def _to_set_up(fabric: Fabric, module: nn.Module) -> nn.Module:
-    """The module to set up: of a copy of a prepared module, the inner module."""
-    inner = prepared(module)
-    return module if inner is None or (inner is not module and fabric.core.is_wrapped(inner)) else inner
+def _inner(value: Any) -> Any:
+    return prepared(value) if isinstance(value, nn.Module) else value
 
 
 def _several(objects: Any) -> Sequence[Any]:

@@ -7,13 +7,18 @@ parameters, buffers and submodules have the names of the user's module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.data.device_loader import DeviceLoader as _FabricDataLoader
+from fabric.strategies.precision.forward_precision import casts
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.tensors.nests import map_only_tensors
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys
@@ -27,12 +32,19 @@ class _FabricModule(nn.Module):
     """A prepared module. Attributes are those of the user's module, read and written."""
 
     _forward_module: nn.Module
+    _is_converted: bool
+    """Whether the dtypes of inputs and outputs are converted."""
 
-    def __init__(self, forward_module: nn.Module) -> None:
+    def __init__(self, forward_module: nn.Module, precision: Precision | None = None) -> None:
+        """`precision`: that of the fabric; None converts nothing."""
         super().__init__()
         self._modules["_forward_module"] = forward_module  # for `modules()`; below, for a fast look-up
         del self.__dict__["training"]  # `training` is that of the module
-        self.__dict__["_forward_module"] = forward_module
+        is_mixed = precision is not None and precision.is_mixed
+        is_converted = is_mixed or (precision is not None and casts(precision))
+        self.__dict__.update(
+            _forward_module=forward_module, _is_converted=is_converted, _is_mixed=is_mixed, _marked=set()
+        )
 
     @property
     def module(self) -> nn.Module:
@@ -44,7 +56,22 @@ class _FabricModule(nn.Module):
         return self.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward_module(*args, **kwargs)
+        return self._call(self._forward_module, *args, **kwargs)
+
+    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+        """Have another method of the module run as `forward` does."""
+        self._forward_module.mark_forward_method(method)  # type: ignore[operator]
+        if self._is_converted:
+            self._marked.add(method if isinstance(method, str) else method.__name__)
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """With floating outputs in the default dtype, and inputs of float64 too under mixed precision, unless the
+        precision is "32-true"."""
+        if not self._is_converted:
+            return method(*args, **kwargs)
+        if self._is_mixed:
+            args, kwargs = map_only_tensors(_from_double, (args, kwargs), keep=True)
+        return map_only_tensors(_to_default, method(*args, **kwargs), keep=True)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
@@ -90,7 +117,15 @@ class _FabricModule(nn.Module):
         inner = self.__dict__.get("_forward_module")
         if inner is None:
             raise AttributeError(name)
-        return getattr(inner, name)
+        if name in self._marked:
+            return partial(self._call, getattr(inner, name))
+        try:
+            return getattr(inner, name)
+        except AttributeError:
+            if name not in ("device", "dtype"):
+                raise
+            floating = (each for each in inner.parameters() if each.is_floating_point())
+            return getattr(next(floating, torch.empty(0)), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_forward_module" not in self.__dict__ or name in _ITS_OWN:
@@ -128,6 +163,14 @@ class _PreparedOptimizers(type):
 
 class _FabricOptimizer(metaclass=_PreparedOptimizers):
     """For `isinstance`: true for an optimizer that was set up. `setup` returns the user's own."""
+
+
+def _from_double(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
+
+
+def _to_default(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
 
 
 def is_wrapped(obj: object) -> bool:

@@ -38,7 +38,8 @@ class LossBackward:
         """Called once models or optimizers were set up: the next loss may go through all models that are known."""
         models = list(self._set_up.models.values())
         joins = len(models) == 1 or all(model.joins_backward for model in models)
-        self._of_all = _no_model if not models else self._through(models) if joins else _which_model
+        is_empty = not models and not self._set_up.optimizers
+        self._of_all = _no_model if is_empty else self._through(models) if joins else _which_model
 
     def run(
         self,
@@ -104,7 +105,7 @@ class LossBackward:
     def _run_weighted(self, run: Callable[[], None], named: Sequence[Prepared], weight: Weight) -> None:
         models = named or list(self._set_up.models.values())
         bare = self._set_up.bare or None
-        if len(self._set_up.models) > 1 and (not named or bare is not None):
+        if len(self._set_up.models) != 1 and (not named or bare is not None):
             raise ValueError(_WEIGHT_OF_WHICH_MODEL)
         num_held = sum(any(model is each for each in self._accumulation.held) for model in models)
         if 0 < num_held < len(models):

@@ -77,6 +77,8 @@ class SetUp:
         for moment in self._moments.before_setup:
             moment(module, optimizers)
         bare = self._in_no_module(optimizers, module)
+        if runtime.device.type == "cpu" and runtime.collective.process_group is not None:
+            _refuse_sync_batch_norm(module)
         if strategy.sets_up_one_model:
             refuse_different_models(runtime, module, fills_from_rank_zero=strategy.fills_from_rank_zero)
         with ExitStack() as stack:  # restores the module if the strategy raises
@@ -217,3 +219,12 @@ class SetUp:
             self._accumulation.guard(optimizers)
         for moment in self._moments.optimizers_set_up:
             moment(optimizers)
+
+
+def _refuse_sync_batch_norm(module: nn.Module) -> None:
+    if any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+        raise ValueError(
+            f"`{type(module).__name__}` has layers of `SyncBatchNorm`, and torch's synchronise GPUs alone, not CPUs. "
+            "Write `if fabric.device.type != 'cpu': model = nn.SyncBatchNorm.convert_sync_batchnorm(model)`: the names "
+            "of weights are the same without it."
+        )

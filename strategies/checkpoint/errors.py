@@ -1,4 +1,4 @@
-"""The error of saving and loading checkpoints."""
+"""The errors of saving and loading checkpoints."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ class CheckpointError(RuntimeError):
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is nothing at the path."""
+
+
+class CheckpointEntryError(CheckpointError, KeyError):
+    """The checkpoint lacks entries that were asked for."""
+
+    __str__ = RuntimeError.__str__  # that of KeyError quotes
 
 
 def sentence_of(problem: BaseException) -> str:

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
+from fabric.strategies.checkpoint.errors import CheckpointError, CheckpointNotFoundError, sentence_of
 from fabric.strategies.checkpoint.manifest import NAME, Manifest, Piece
 from fabric.strategies.checkpoint.saving import Advance, attempt, is_written_by_save
 from fabric.strategies.checkpoint.storage import Storage, buffer_of, local_path, storage_of
@@ -120,7 +120,9 @@ def reading(path: str | os.PathLike[str]) -> Iterator[Storage]:
     try:
         yield storage
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(_UNREAD.format(rank=0, path=storage.path, why=_what_is_there(storage)), rank=0) from error
+        why = _what_is_there(storage)
+        kind = CheckpointNotFoundError if why == _NOTHING else CheckpointError
+        raise kind(_UNREAD.format(rank=0, path=storage.path, why=why), rank=0) from error
     except Exception as error:
         raise CheckpointError(_UNREAD.format(rank=0, path=storage.path, why=sentence_of(error)), rank=0) from error
 
@@ -142,13 +144,21 @@ def load(collective: Collective, storage: Storage, advance: Advance = lambda don
     return opened[0].content()
 
 
-def refuse_unread(collective: Collective, storage: Storage, problem: Exception | None) -> None:
-    """Raise CheckpointError on every rank if any has a problem. Costs one small all-reduce if none has. Ranks: all."""
+def refuse_unread(
+    collective: Collective,
+    storage: Storage,
+    problem: Exception | None,
+    kind: type[CheckpointError] = CheckpointError,
+) -> None:
+    """Raise CheckpointError on every rank if any has a problem. Costs one small all-reduce if none has. Ranks: all.
+
+    `kind`: the class of the error, which is that of the first rank with a problem.
+    """
     if collective.reduce_boolean_decision(problem is None):
         return
-    sentences = collective.all_gather_object(None if problem is None else sentence_of(problem))
-    rank, sentence = next((rank, each) for rank, each in enumerate(sentences) if each is not None)
-    raise CheckpointError(_UNREAD.format(rank=rank, path=storage.path, why=sentence), rank=rank) from problem
+    found = collective.all_gather_object(None if problem is None else (sentence_of(problem), kind))
+    rank, (sentence, kind) = next((rank, each) for rank, each in enumerate(found) if each is not None)
+    raise kind(_UNREAD.format(rank=rank, path=storage.path, why=sentence), rank=rank) from problem
 
 
 def from_rank_zero(collective: Collective, storage: Storage, read: Callable[[], T]) -> T:
@@ -158,7 +168,8 @@ def from_rank_zero(collective: Collective, storage: Storage, read: Callable[[], 
     sent: tuple[list[T], str | None] = (found, None if problem is None else sentence_of(problem))
     found, sentence = collective.broadcast_object(sent)
     if sentence is not None:
-        raise CheckpointError(_UNREAD.format(rank=0, path=storage.path, why=sentence), rank=0) from problem
+        kind = CheckpointNotFoundError if sentence.endswith(_NOTHING) else CheckpointError
+        raise kind(_UNREAD.format(rank=0, path=storage.path, why=sentence), rank=0) from problem
     return found[0]
 
 
@@ -190,7 +201,7 @@ def _what_is_there(storage: Storage) -> str:
             f"The folder has no `{NAME}`, but {found}. Load a folder that `fabric.save` wrote, the newest of a "
             "`CheckpointDirectory(path)`, or the file of one module by `fabric.load_raw(path, module)`."
         )
-    return "There is no such folder, or it is empty."
+    return _NOTHING
 
 
 def _insert(found: Any, keys: list[str], tensor: Stored) -> None:
@@ -199,6 +210,7 @@ def _insert(found: Any, keys: list[str], tensor: Stored) -> None:
     found[keys[-1]] = tensor
 
 
+_NOTHING = "There is no such folder, or it is empty."
 _UNREAD = "Rank {rank} could not read the checkpoint {path!r}: {why}"
 _DAMAGED = (
     "the bytes on disk are not those that were written (checksum mismatch), in {tensor}. Load another checkpoint."

@@ -12,8 +12,8 @@ every backward, because no rank stores whole gradients.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, final
@@ -77,19 +77,27 @@ class Engine(GradientSync):
         self._placeholders: dict[Tensor, InShards] = {}
         self._unreduced: dict[Tensor, Tensor] = {}  # at stage 1, between backwards: this rank's gradients
         self._has_gradients = self._is_reduced = self._in_backward = self._is_started = False
+        self._outside, self._leaves_inference_mode = ExitStack(), False
         self._hooks: list[RemovableHandle] = [
             each.register_post_accumulate_grad_hook(self._arrived.append)  # type: ignore[no-untyped-call]
             for each in self.trained
         ]
         if stage == 3:  # DeepSpeed's own hooks would meet a parameter that they do not know
-            self._hooks.append(module.register_forward_pre_hook(Hook(self._refuse_added), prepend=True))
+            self._hooks.append(module.register_forward_pre_hook(Hook(self._before_forward), prepend=True))
         self.discard()
 
     # Forward and backward
 
-    def _refuse_added(self, *_: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             self._added_parameters.refuse(NEVER_TRAINED)
+        elif torch.is_inference_mode_enabled():  # DeepSpeed assigns what it gathers to the parameters
+            if not self._leaves_inference_mode:  # behind DeepSpeed's own hooks, which free parameters
+                self._leaves_inference_mode = True
+                after = Hook(lambda *_: self._outside.close())
+                self._hooks.append(module.register_forward_hook(after, always_call=True))
+            self._outside.enter_context(torch.inference_mode(False))
+            self._outside.enter_context(torch.no_grad())
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of the module, so that the engine handles the backward of its outputs."""
@@ -331,14 +339,14 @@ class Engine(GradientSync):
 
     def _step_shards(self, optimizer: Optimizer) -> None:
         """Step DeepSpeed's optimizer with the hyperparameters of the program's, and return what it changes in them."""
-        stepped = self.zero.optimizer.param_groups
-        if len(stepped) != len(optimizer.param_groups):
+        stepped, groups = self.zero.optimizer.param_groups, optimizer.param_groups
+        if len(groups) != self._num_groups:
             raise RuntimeError(_LATE_GROUP.format(optimizer=type(optimizer).__name__))
-        for shards, group in zip(stepped, optimizer.param_groups, strict=True):
-            shards.update(group, params=shards["params"])
+        for shards, number in zip(stepped, self._groups, strict=True):
+            shards.update(groups[number], params=shards["params"])
         self.engine.step()
-        for shards, group in zip(stepped, optimizer.param_groups, strict=True):
-            group.update(shards, params=group["params"])
+        for shards, number in zip(stepped, self._groups, strict=True):
+            groups[number].update(shards, params=groups[number]["params"])
 
     def _refuse_other_gradients(self) -> None:
         """Raise RuntimeError for gradients that `fabric.backward` has not computed: the step would do nothing."""
@@ -385,6 +393,8 @@ class Engine(GradientSync):
         program's optimizer keep its parameters, and hooks and schedulers run once a step.
         """
 
+        self._num_groups = len(optimizer.param_groups)
+        self._groups = [number for number, group in enumerate(optimizer.param_groups) if is_trained(group)]
         whole = Optimizer.profile_hook_step(self.step)
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             whole._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -411,11 +421,17 @@ class Engine(GradientSync):
         close(self.engine)
 
 
+def is_trained(group: Mapping[str, Any]) -> bool:
+    """Whether a parameter group holds a parameter that requires a gradient."""
+    return any(parameter.requires_grad for parameter in group["params"])
+
+
 def copy_of(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer, without state and without hooks, as it would be unpickled."""
+    """The same optimizer, without state and without hooks, as it would be unpickled, with the groups that are trained:
+    DeepSpeed removes empty ones, and fails on those that are frozen."""
     made: Optimizer = object.__new__(type(optimizer))
     own = {name: value for name, value in vars(optimizer).items() if not name.endswith("_hooks")}
-    groups = [dict(group) for group in optimizer.param_groups]
+    groups = [dict(group) for group in optimizer.param_groups if is_trained(group)]
     made.__setstate__({**own, "state": defaultdict(dict), "param_groups": groups})
     plain = getattr(type(made).step, "__wrapped__", type(made).step)  # hooks of all optimizers run in the program's
     made.step = MethodType(plain, made)  # type: ignore[method-assign]

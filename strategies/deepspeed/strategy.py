@@ -17,6 +17,7 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.optim import Adagrad, Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
@@ -27,7 +28,7 @@ from fabric.strategies.deepspeed.config import (
     engine_config,
     read_config,
 )
-from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, copy_of, gathered_parts
+from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, copy_of, gathered_parts, is_trained
 from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
 from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
@@ -311,6 +312,8 @@ def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Opti
     name = type(module).__name__
     if stage == 3 and uncompiled(module) is not module:
         raise ValueError(_COMPILED)
+    if stage == 3 and isinstance(module, AveragedModel):
+        raise ValueError(_AVERAGED)
     dtypes = {parameter.dtype: each for each, parameter in module.named_parameters() if parameter.requires_grad}
     if len(dtypes) > 1 or any(dtype.is_complex for dtype in dtypes):
         found = ", ".join(f"{dtype} ({each!r})" for dtype, each in dtypes.items())
@@ -329,6 +332,11 @@ def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Opti
                 f"The `{type(optimizer).__name__}` holds {len(foreign)} parameters (the first of shape "
                 f"{tuple(foreign[0].shape)}) that `{name}` does not have. Make it from `model.parameters()` of the "
                 "model that is passed to `setup`, after anything that replaces them."
+            )
+        if not any(map(is_trained, optimizer.param_groups)):
+            raise ValueError(
+                f"The `{type(optimizer).__name__}` holds no parameter that requires a gradient, and an engine of "
+                "DeepSpeed trains some. Unfreeze them before `fabric.setup`, or leave the optimizer out."
             )
         if isinstance(optimizer, Adagrad):
             raise ValueError(_REPLACED)
@@ -371,8 +379,14 @@ _DEPENDENT = (
 )
 _IN_SHARDS = (
     "Stage 3 shards the parameters of a prepared module, so it cannot be copied or pickled on one rank. Copy the "
-    "module before it is set up; `fabric.save` and `fabric.load` transfer weights from one to the other. For a target "
-    "network or an average of weights that is updated in every step, pass `strategy='deepspeed_stage_2'` or 'fsdp'."
+    "module before it is set up; `fabric.save` and `fabric.load` transfer weights from one to the other. For an "
+    "average of weights write `fabric.ema(model)`; for a target network that is updated in every step, pass "
+    "`strategy='deepspeed_stage_2'` or 'fsdp'."
+)
+_AVERAGED = (
+    "An `AveragedModel` at ZeRO stage 3, where weights are empty tensors between forwards: `update_parameters` would "
+    "copy nothing. Write `average = fabric.ema(model)`, or pass `strategy='deepspeed_stage_2'` or 'fsdp'; to evaluate "
+    "averages that were loaded, set up `averaged.module`."
 )
 _NO_OPTIMIZER = (
     "`{name}` was set up without an optimizer, for evaluation: under `strategy='deepspeed'` no engine would reduce its "

@@ -15,6 +15,7 @@ from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
+from fabric.strategies.sharding.first_gather import FirstGather
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.reductions import Reductions
 
@@ -30,6 +31,7 @@ class FSDPGradientSync(GradientSync):
         self.buffered = list(module.modules()) if broadcast_buffers and runtime.world.size > 1 else []
         self.additions = AddedParameters(module, by_name=True)
         units = fsdp_modules(module)
+        self.first_gather = FirstGather(units)
         self.order = ExecutionOrder(runtime, module, units)
         self.reductions = Reductions(runtime, module, units)
         self.parameters = list(module.parameters())  # the shards; `fully_shard` may replace them by gathered parameters
@@ -51,10 +53,13 @@ class FSDPGradientSync(GradientSync):
     def release(self) -> None:
         self.reductions.release()
         self.order.release()
+        self.first_gather.release()
 
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.collective)
         self.additions.refuse()
+        if torch.is_inference_mode_enabled():
+            self.first_gather.before_forward(self.module)  # a marked method runs no hooks of the module
         output = function(*args, **kwargs)
         if self.synced and torch.is_grad_enabled():
             broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))

@@ -24,6 +24,7 @@ from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.state import own_parameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import AddedParameters
+from fabric.strategies.sharding.first_gather import FirstGather
 from fabric.strategies.sharding.mesh import along, axes_of, degree
 from fabric.strategies.tensors.dtensor import as_sharded
 
@@ -40,6 +41,7 @@ class ManualGradientSync(GradientSync):
         self.data_axes = [axis for axis in data_axes if degree(context.mesh, axis) > 1]
         self.replicas = [part for part in parts if isinstance(part, DistributedDataParallel)]
         self.sharded = [part for part in parts if isinstance(part, FSDPModule)]
+        self.first_gather = FirstGather(self.sharded)
         self.expected = False
         self.names: dict[Tensor, str] = {each: name for name, each in own_parameters(parallel.module).items()}
         theirs = {tensor for replica in self.replicas for tensor in _tensors_of(replica)}
@@ -104,6 +106,7 @@ class ManualGradientSync(GradientSync):
     def release(self) -> None:
         for handle in self.hooks:
             handle.remove()
+        self.first_gather.release()
         for part in self.replicas:
             end_reducer(part)
 

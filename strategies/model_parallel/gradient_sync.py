@@ -14,6 +14,7 @@ from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
+from fabric.strategies.sharding.first_gather import FirstGather
 from fabric.strategies.sharding.reductions import Reductions
 
 
@@ -22,11 +23,12 @@ class ModelParallelGradientSync(GradientSync):
     """Synchronises one model that `parallelize_fn` has parallelized. A pipeline has `PipelineGradientSync`."""
 
     def __init__(self, runtime: Runtime, module: nn.Module, unfilled: Unfilled, *, broadcast_buffers: bool) -> None:
-        self.runtime, self.unfilled = runtime, unfilled
+        self.runtime, self.module, self.unfilled = runtime, module, unfilled
         self.broadcast_buffers = broadcast_buffers
         self.averaging = MeshAveraging(runtime, module)
         units = self.averaging.sharded
         self.additions = AddedParameters(module, by_name=bool(units))
+        self.first_gather = FirstGather(units)
         self.order = ExecutionOrder(runtime, module, units)
         self.reductions = Reductions(runtime, module, units)
         self._ordered = self.order.around(self._forward)
@@ -52,10 +54,13 @@ class ModelParallelGradientSync(GradientSync):
     def release(self) -> None:
         self.reductions.release()
         self.order.release()
+        self.first_gather.release()
 
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.runtime.collective)
         self.additions.refuse()
+        if torch.is_inference_mode_enabled():
+            self.first_gather.before_forward(self.module)  # a marked method runs no hooks of the module
         output = function(*args, **kwargs)
         if self.broadcast_buffers and self.synced and torch.is_grad_enabled():
             self.averaging.broadcast_buffers()

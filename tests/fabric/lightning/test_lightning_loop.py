@@ -296,3 +296,103 @@ def test_a_loader_that_the_state_does_not_name_starts_its_epoch_after_a_load(fab
             break
     fabric.load(tmp_path / "a.ckpt", state)
     assert len(list(loader)) == 4
+
+
+def test_what_was_set_up_is_refused_a_second_time(fabric: Fabric) -> None:
+    model, optimizer = fabric.setup(*parts())
+    loader = fabric.setup_dataloaders(DataLoader([1, 2]))  # type: ignore[arg-type]
+    for again in (
+        lambda: fabric.setup(model),
+        lambda: fabric.setup_module(model),
+        lambda: fabric.setup(torch.compile(model, backend="eager")),
+        lambda: fabric.setup_optimizers(optimizer),
+        lambda: fabric.setup(nn.Linear(1, 1), optimizer),
+        lambda: fabric.setup_dataloaders(loader),
+    ):
+        with pytest.raises(ValueError, match=r"was set up before|that it returned before"):
+            again()
+    fabric.setup(copy.deepcopy(model))
+
+
+def test_what_is_missing_is_found_by_the_classes_of_python(fabric: Fabric, tmp_path: Path) -> None:
+    model = fabric.setup(nn.Linear(2, 1))
+    for missing in (tmp_path / "nothing", tmp_path / "nothing.ckpt"):
+        for load in (lambda path: fabric.load(path, {"model": model}), lambda path: fabric.load_raw(path, model)):
+            with pytest.raises(FileNotFoundError, match="There is no such folder") as raised:
+                load(missing)
+            assert isinstance(raised.value, core.CheckpointError)
+    fabric.save(tmp_path / "run", {"model": model})
+    with pytest.raises(KeyError, match="missing") as raised_key:
+        fabric.load(tmp_path / "run", {"model": model, "step": 1})
+    assert isinstance(raised_key.value, core.CheckpointError)
+    assert "\n" in str(raised_key.value), "readable, as it is printed"
+    with pytest.raises(RuntimeError) as raised_shape:
+        fabric.load(tmp_path / "run", {"model": fabric.setup(nn.Linear(3, 1))})
+    assert not isinstance(raised_shape.value, KeyError | OSError)
+
+
+class Dict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"y": self.layer(x), "count": torch.ones(1, dtype=torch.int64)}
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x)["y"].sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "16-true", "bf16-true", "64-true", "32-true"])
+def test_inputs_and_outputs_have_the_dtypes_of_that_library(precision: str) -> None:
+    if ACCELERATOR != "cpu" and precision == "64-true":
+        pytest.skip("not on every accelerator")
+    with Fabric(ACCELERATOR, devices=1, precision=precision) as fabric:
+        model, optimizer = fabric.setup(net := Dict(), SGD(net.parameters(), lr=0.1))
+        inputs = torch.ones(1, 2, dtype=torch.float32 if precision == "32-true" else torch.float64)
+        found = model(fabric.to_device(inputs))
+        assert found["y"].dtype is torch.float32
+        assert found["count"].dtype is torch.int64
+        model.mark_forward_method("score")
+        assert model.score(fabric.to_device(inputs)).dtype is torch.float32
+        fabric.backward(found["y"].sum())
+        optimizer.step()
+        assert model.layer(fabric.to_device(torch.ones(1, 2, dtype=model.dtype))).dtype is model.dtype
+
+
+def test_device_and_dtype_are_those_of_the_parameters_or_what_the_module_says(fabric: Fabric) -> None:
+    model = fabric.setup(nn.Linear(2, 1))
+    assert (model.device, model.dtype) == (fabric.device, torch.float32)
+    assert model.double().dtype is torch.float64
+    own = nn.Linear(2, 1)
+    own.device = "mine"  # type: ignore[assignment]
+    assert fabric.setup(own).device == "mine"
+    assert fabric.setup(nn.Tanh()).dtype is torch.float32
+
+
+def test_a_loss_may_reach_parameters_of_no_module(fabric: Fabric) -> None:
+    alone = nn.Parameter(torch.ones(2, device=fabric.device))
+    fabric.backward((2 * alone).sum())
+    assert alone.grad is not None
+    assert alone.grad.tolist() == [2, 2]
+    optimizer = fabric.setup_optimizers(SGD([alone], lr=0.5))
+    fabric.backward((2 * alone).sum())
+    optimizer.step()
+    assert alone.tolist() == [-1, -1]
+    model = fabric.setup(nn.Linear(2, 1))
+    other = nn.Parameter(torch.ones(2, device=fabric.device))
+    fabric.backward((model(alone) + other.sum()).sum())
+    assert other.grad is not None
+    assert model.weight.grad is not None
+
+
+def test_methods_that_only_the_core_has_take_the_wrapper(fabric: Fabric) -> None:
+    model, optimizer = fabric.setup(*parts())
+    average = fabric.ema(model, decay=0.5)
+    for window in fabric.accumulate(torch.ones(4, 2, 3, device=fabric.device), 2, model):
+        for batch in window:
+            fabric.backward(model(batch).sum())
+        optimizer.step()
+        average.update()
+    assert average.num_updates == 2
+    assert list(fabric.state_dict(model)) == list(model.state_dict())

@@ -704,3 +704,69 @@ def test_any_elementwise_optimizer_of_torch_works(tmp_path: Path) -> None:
         for step in range(3):
             one_step(Plain(), model, optimizer, step)
         torch.testing.assert_close(result, dict(model.state_dict()), rtol=1e-5, atol=1e-5)
+
+
+def train_in_groups(fabric: Fabric, kind: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    first, last = list(net[0].parameters()), list(net[2].parameters())
+    if kind == "frozen":
+        net[0].requires_grad_(False)
+    groups: Any = {
+        "empty first": [{"params": [], "lr": 3.0}, {"params": first}, {"params": last, "lr": 0.5}],
+        "empty between": [{"params": first}, {"params": []}, {"params": last, "lr": 0.5}],
+        "frozen": [{"params": first}, {"params": last, "lr": 0.5}, {"params": []}],
+        "nothing": [{"params": []}],
+    }[kind]
+    model, optimizer = fabric.setup(net, SGD(groups, lr=0.1, momentum=0.9))
+    for step in range(3):
+        fabric.backward((model(torch.linspace(-1, step, 8, device=fabric.device).view(2, 4)) - 1).square().mean())
+        optimizer.param_groups[-1]["lr"] *= 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+    state = fabric.state_dict(model, optimizer, all_ranks=True)
+    assert [len(group["params"]) for group in state[1]["param_groups"]] == [len(each["params"]) for each in groups]
+    return list(state[0].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["empty first", "empty between", "frozen"])
+def test_groups_without_trained_parameters_are_left_as_they_are(stage: int, kind: str) -> None:
+    with Fabric(accelerator=ACCELERATOR, devices=1) as fabric:
+        expected = train_in_groups(fabric, kind)
+    strategy = DeepSpeedStrategy(stage=stage)
+    with Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver") as fabric:
+        torch.testing.assert_close(fabric.launch(train_in_groups, kind), [each.cpu() for each in expected])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizer_that_trains_nothing_is_refused(stage: int) -> None:
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1, strategy=DeepSpeedStrategy(stage=stage))
+    with pytest.raises(Exception, match="The `SGD` holds no parameter that requires a gradient"):
+        fabric.launch(train_in_groups, "nothing")
+
+
+def set_up_an_average(fabric: Fabric) -> float:
+    net = nn.Linear(4, 1)
+    averaged = fabric.setup_module(torch.optim.swa_utils.AveragedModel(net))
+    model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(2, 4, device=fabric.device)).sum(), model=model)
+    optimizer.step()
+    averaged.update_parameters(model)
+    with torch.no_grad():
+        inputs = torch.ones(2, 4, device=fabric.device)
+        return float((averaged(inputs) - model(inputs)).abs().max())
+
+
+@pytest.mark.slow
+def test_an_average_of_weights_that_would_stay_as_it_is_raises_at_stage_3() -> None:
+    for stage in (2, 3):
+        strategy = DeepSpeedStrategy(stage=stage)
+        with Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver") as fabric:
+            if stage == 2:
+                assert fabric.launch(set_up_an_average) == pytest.approx(0, abs=1e-6)
+            else:
+                with pytest.raises(Exception, match=r"would copy nothing. Write `average = fabric.ema"):
+                    fabric.launch(set_up_an_average)
