@@ -6,7 +6,7 @@ optimizer stays the user's own: while its `step` runs, its groups have the param
 Before, the owners are sent the shards of values and gradients; after it, they send back the new values. Between steps
 the optimizer, its schedulers and clipping are as without owners.
 
-Cost: for each `ROUND_BYTES` of the model a step sends one message there, where there are shards, and one back. A
+Cost: a step sends one message there, where there are shards, and one back, for each `ROUND_BYTES` that a rank owns. A
 message has a slice for each rank, as long as the largest. During a step an owner has its parameters and their gradients
 whole.
 """
@@ -31,8 +31,8 @@ from fabric.strategies.tensors.packing import Packing, Spec
 from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.undo import undo_all
 
-ROUND_BYTES = 2**28
-"""Parameters are moved in rounds of this size, which bounds the memory of the messages."""
+ROUND_BYTES = 2**25
+"""Parameters are moved in rounds, of this size on each rank, which bounds the memory of the messages."""
 _ALIGNED_BYTES = 16
 _Part: TypeAlias = "tuple[Tensor, Chunk, bool]"
 """A parameter, a chunk of it, and whether its gradient is meant."""
@@ -55,6 +55,15 @@ def needs_owners(optimizer: Optimizer) -> bool:
     """Whether the optimizer computes updates from whole parameters, and has some in shards."""
     in_shards = (as_sharded(parameter) is not None for parameter in parameters_of(optimizer))
     return updates_each(optimizer) == "parameter" and any(in_shards)
+
+
+def refuse_owners(optimizers: Iterable[Optimizer], where: str) -> None:
+    """Raise ValueError for an optimizer that needs owners, for strategies whose ranks may have different models.
+
+    `where`: what was written, for the message.
+    """
+    for optimizer in filter(needs_owners, optimizers):
+        raise ValueError(_NO_OWNERS.format(optimizer=type(optimizer).__name__, where=where))
 
 
 def step_by_owners(collective: Collective, optimizers: Iterable[Optimizer]) -> Callable[[], None]:
@@ -92,9 +101,10 @@ class _OwnedSteps:
         ]
 
     def _deal(self) -> None:
-        before, self._owner = self._owner, owners(self._optimizer, self._collective.size)
-        if any(self._owner.get(parameter) != rank for parameter, rank in before.items()):
+        owner = owners(self._optimizer, self._collective.size)
+        if any(owner.get(parameter) != rank for parameter, rank in self._owner.items()):
             raise RuntimeError(_TAKEN_OUT.format(optimizer=type(self._optimizer).__name__))
+        self._owner = owner
         of_ranks = self._collective.all_gather_object([_own_chunk(parameter) for parameter in self._owner])
         self._chunks = dict(zip(self._owner, zip(*of_ranks, strict=True), strict=True))
         self._moved = []
@@ -110,7 +120,9 @@ class _OwnedSteps:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._put_back()  # what a step left that raised
+        if self._groups:
+            self._put_back()
+            raise RuntimeError(_NOT_OVER.format(optimizer=type(optimizer).__name__))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None:
             self._take()
@@ -192,7 +204,7 @@ class _OwnedSteps:
         start = num_bytes = 0
         for stop, parameter in enumerate(moved, 1):
             num_bytes += parameter.numel() * parameter.itemsize
-            if num_bytes >= ROUND_BYTES or stop == len(moved):
+            if num_bytes >= ROUND_BYTES * self._collective.size or stop == len(moved):
                 self._rounds.append(self._messages(moved[start:stop]))
                 start, num_bytes = stop, 0
 
@@ -271,9 +283,17 @@ def _whole_of(parameter: Tensor) -> nn.Parameter:
     return whole
 
 
+_NO_OWNERS = (
+    "`{optimizer}` computes an update from a whole parameter, and {where} has parameters in shards. Do not shard them; "
+    "or pass `strategy='fsdp'`, or a `ModelParallelStrategy` without a pipeline, whose ranks step whole parameters."
+)
 _TAKEN_OUT = (
     "Parameters of `{optimizer}` were taken out of its groups, or replaced, after `fabric.setup`: the states of others "
     "would no longer be where their owners are. Freeze them, or set up a new optimizer."
+)
+_NOT_OVER = (
+    "The last step of `{optimizer}` raised an error: its owners have changed some parameters, which no other rank has "
+    "received. Load a checkpoint, or set up the model and its optimizer anew."
 )
 _PART = (
     "`{optimizer}.state_dict()`: each parameter is stepped by one rank, and this rank has the state of {own} of {all} "

@@ -40,6 +40,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.mesh import along
+from fabric.strategies.sharding.owners import refuse_owners
 from fabric.strategies.sharding.sharded_state import ShardedState
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def pipelined(
         for stage in stages:
             parallelize(stage.module)
         assign_to_model(inner, stages)
+    refuse_owners(optimizers, "a stage of this pipeline")
     sync = PipelineGradientSync(options, runtime, inner, stages, line, peers, mesh.get_group("pipeline"), unfilled)
     path = ForwardPath(inner, sync.forward, _refuse_mark)
     made = prepared(runtime, module, optimizers, sync, path, refuse_copies(inner, IN_STAGES))
