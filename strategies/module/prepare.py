@@ -19,7 +19,7 @@ from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.mixed_groups import step_mixed_groups
-from fabric.strategies.sharding.owners import needs_owners, step_by_owners
+from fabric.strategies.sharding.owners import needs_owners, refuse_shards, step_by_owners
 from fabric.strategies.undo import undo_all
 
 
@@ -80,7 +80,11 @@ def prepared(
 
 
 def attach_to_steps(runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """Attach what optimizers need whose models are set up. Returns a function that undoes it. Ranks: all."""
+    """Attach what optimizers need whose models are set up. Returns a function that undoes it. Ranks: all.
+
+    Raises: ValueError: an optimizer that cannot step shards, nor whole parameters one by one.
+    """
+    refuse_shards(optimizers)
     owned = [each for each in optimizers if needs_owners(each)]
     return undo_all(
         (

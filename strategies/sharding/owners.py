@@ -53,8 +53,18 @@ def owners(optimizer: Optimizer, size: int) -> dict[Tensor, int]:
 
 def needs_owners(optimizer: Optimizer) -> bool:
     """Whether the optimizer computes updates from whole parameters, and has some in shards."""
-    in_shards = (as_sharded(parameter) is not None for parameter in parameters_of(optimizer))
-    return updates_each(optimizer) == "parameter" and any(in_shards)
+    return updates_each(optimizer) == "parameter" and _has_shards(optimizer)
+
+
+def _has_shards(optimizer: Optimizer) -> bool:
+    return any(as_sharded(parameter) is not None for parameter in parameters_of(optimizer))
+
+
+def refuse_shards(optimizers: Iterable[Optimizer]) -> None:
+    """Raise ValueError for an optimizer that computes each step from all parameters, and has some in shards."""
+    for optimizer in optimizers:
+        if updates_each(optimizer) == "model" and _has_shards(optimizer):
+            raise ValueError(_AT_ONCE.format(optimizer=type(optimizer).__name__))
 
 
 def refuse_owners(optimizers: Iterable[Optimizer], where: str) -> None:
@@ -283,6 +293,10 @@ def _whole_of(parameter: Tensor) -> nn.Parameter:
     return whole
 
 
+_AT_ONCE = (
+    "`{optimizer}` computes each step from the gradients of all parameters at once, which are in shards here. Use an "
+    "optimizer that updates each parameter by itself, such as AdamW, or pass `strategy='ddp'`."
+)
 _NO_OWNERS = (
     "`{optimizer}` computes an update from a whole parameter, and {where} has parameters in shards. Do not shard them; "
     "or pass `strategy='fsdp'`, or a `ModelParallelStrategy` without a pipeline, whose ranks step whole parameters."

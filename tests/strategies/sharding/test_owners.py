@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
-from torch.optim import Adafactor, AdamW, Muon, Optimizer
+from torch.optim import LBFGS, Adafactor, AdamW, Muon, Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from fabric import Fabric, read_checkpoint
@@ -329,18 +329,23 @@ def cut_by_hand(module: nn.Module, context: ManualContext) -> Parallelized:
     return Parallelized(module=module, averaged=())
 
 
-def refused(fabric: Fabric, strategy: str) -> None:
+def refused(fabric: Fabric, kind: Callable[..., Optimizer], words: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    with pytest.raises(ValueError, match=r"`Muon` computes an update from a whole parameter, and .* in shards. Do not"):
-        fabric.setup(model, Muon(model.parameters()))
+    with pytest.raises(ValueError, match=words):
+        fabric.setup(model, kind(model.parameters()))
 
 
 @pytest.mark.slow
-def test_where_ranks_have_different_models_setup_says_what_to_write() -> None:
+def test_optimizers_that_would_train_to_other_numbers_are_refused_in_setup() -> None:
     stages = Pipeline(degree=2, num_microbatches=2, split=["1"], loss_fn=mse_loss)
-    strategies = {
-        "pipeline": (4, ModelParallelStrategy(parallelize_fn=cut_all, pipeline=stages, shard=2)),
-        "manual": (2, ManualStrategy(parallelize=cut_by_hand)),
-    }
-    for name, (size, strategy) in strategies.items():
-        Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy, launcher="forkserver").launch(refused, name)
+    whole = "`Muon` computes an update from a whole parameter, and {} has parameters in shards. Do not shard them"
+    at_once = "`LBFGS` computes each step from the gradients of all parameters at once, which are in shards here. Use"
+    cases: list[tuple[int, Strategy, Callable[..., Optimizer], str]] = [
+        (4, ModelParallelStrategy(parallelize_fn=cut_all, pipeline=stages, shard=2), Muon, whole.format("a stage.*")),
+        (2, ManualStrategy(parallelize=cut_by_hand), Muon, whole.format("the model that `parallelize` returned")),
+        (2, FSDPStrategy(), LBFGS, at_once),
+        (2, ModelParallelStrategy(parallelize_fn=cut_all, shard=2), LBFGS, at_once),
+    ]
+    for size, strategy, kind, words in cases:
+        fabric = Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy, launcher="forkserver")
+        fabric.launch(refused, kind, words)
