@@ -164,6 +164,13 @@ def table(seen: Mapping[str, Mapping[str, float | str]]) -> str:
     return "".join(f"| {line} |\n" for line in lines) + "\n" + "".join(reasons)
 
 
+def in_page(strategy: str) -> dict[str, str]:
+    """A column of the table that the page has."""
+    rows = [line.strip("|\n ").split(" | ") for line in PAGE.read_text().split(BEGIN)[1].split("\n\n")[0].splitlines()]
+    place = rows[0].index(f"`{strategy}`")
+    return {row[0].strip("`"): row[place] for row in rows[2:]}
+
+
 def main() -> None:
     """Measure, and write the page; writes nothing if numbers differ."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles its step, a minute for each rank
