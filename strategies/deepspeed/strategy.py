@@ -38,7 +38,7 @@ from fabric.strategies.module.copies import own_hooks, refuse_copies
 from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import place, prepared, with_precision
+from fabric.strategies.module.prepare import make_contiguous, place, prepared, with_precision
 from fabric.strategies.module.same_model import refuse_different_models
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.prepared import Prepared, TrainedWeights
@@ -213,6 +213,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def _initialize(self, runtime: Runtime, module: nn.Module, optimizer: Optimizer | None, move: bool) -> Any:
         if not any(is_sharded(parameter) for parameter in module.parameters()):
             place(runtime, module, (), move=move)
+            make_contiguous(module)
         with (
             with_environment(runtime.world, runtime.device.type) as deepspeed,
             own_hooks(module, are_copied=self._stage != 3),

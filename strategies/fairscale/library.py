@@ -131,7 +131,8 @@ def clip_value(optimizer: Optimizer, clip_val: float, *, owned: Owned, runtime: 
 
 NOT_AVERAGED = (
     "`{optimizer}` holds gradients that were not averaged over the ranks: the last backward ran within "
-    "`no_backward_sync`. Run the last micro-batch outside of it, or with `enabled=False`; `optimizer.zero_grad()` "
+    "`no_backward_sync`, or gave a weight two gradients, as `checkpoint(..., use_reentrant=True)` does for a block "
+    "that runs twice. Run the last micro-batch outside of it, or pass `use_reentrant=False`; `optimizer.zero_grad()` "
     "discards the gradients."
 )
 

@@ -56,10 +56,6 @@ class GradientSync(ABC):
         """Called before each backward that may reach the model. May return a function to be called after the
         backward."""
 
-    def explain(self, error: RuntimeError) -> str | None:
-        """What to write instead, for an error of the backend in backward whose own words do not say so."""
-        return None
-
     @property
     def averages_before_hooks(self) -> bool:
         """Whether the gradient that a post-accumulate hook of a parameter finds is averaged already."""
@@ -148,13 +144,7 @@ def backward_through(
         for watch in watches:  # no comprehension, which is a call
             if (finish := watch()) is not None:
                 finishes.append(finish)
-        try:
-            scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            text = next((text for sync in syncs if (text := sync.explain(error)) is not None), None)
-            if text is None:
-                raise
-            raise RuntimeError(text) from error
+        scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         for finish in finishes:
             finish()
 
