@@ -66,10 +66,9 @@ class OwnersState(StateAccess):
 
     def _owned(self, optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
         """Without the states of parameters that others own, which are not read."""
-        owner, by_index = self.owner_of(optimizer, self.collective.size), by_saved_index(optimizer, content)
-        rank = self.collective.rank
-        states = {key: one for key, one in content["state"].items() if owner.get(by_index.get(key), rank) == rank}
-        return {**content, "state": states}
+        owner, rank = self.owner_of(optimizer, self.collective.size), self.collective.rank
+        left_out = {index for index, each in by_saved_index(optimizer, content).items() if owner.get(each) != rank}
+        return {**content, "state": {key: one for key, one in content["state"].items() if key not in left_out}}
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state, on the CPU of rank 0."""
