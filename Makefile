@@ -30,7 +30,7 @@ AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo environment slurm device test test-thorough test-foreach test-fused test-examples test-clients test-clusters test-device test-device-thorough test-on-device test-on-device-thorough test-gpu test-horovod test-xla lint check bench numbers clean
+.PHONY: demo environment slurm device test test-thorough test-foreach test-fused test-examples test-clients test-clusters test-device test-device-thorough test-on-device test-on-device-thorough test-gpu test-horovod test-xla lint check bench numbers optimizers clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -113,6 +113,9 @@ bench: $(RUN)/bench.done  ## Ratios against raw PyTorch, and against others wher
 
 numbers: environment  ## The suite over every strategy; writes the table of docs/numbers.md
 	PYTHONPATH=tests/conformance $(RUN)/bin/python tests/conformance/measured.py
+
+optimizers: environment  ## Each optimizer under every strategy; writes the table of docs/optimizers.md
+	$(RUN)/bin/python tests/conformance/optimizers.py
 
 lint: $(LINT)/copy.done  ## Style, and types: of the package as it is installed, and of a program that uses it
 	$(LINT)/bin/ruff format --check .

@@ -115,7 +115,7 @@ class Strategy(ABC):
 
         Overridden if attaching what every strategy does is not enough.
         """
-        return attach_to_steps(runtime.loss_scaler, optimizers)
+        return attach_to_steps(runtime, optimizers)
 
     def process_dataloader(
         self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool

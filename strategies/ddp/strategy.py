@@ -19,12 +19,13 @@ from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import PlainState
 from fabric.strategies.ddp.comm_hooks import CommHook, check, why_not
 from fabric.strategies.ddp.gradient_sync import UNUSED, DDPGradientSync
-from fabric.strategies.ddp.zero1 import deal_out, refuse_whole
+from fabric.strategies.gradients.elementwise import refuse_dependent
 from fabric.strategies.module.prepare import attach_scaler, place, replica
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.owners import OwnersState
+from fabric.strategies.sharding.owners import step_by_owners
+from fabric.strategies.sharding.owners_state import OwnersState
 from fabric.strategies.target import Target
 from fabric.strategies.undo import undo_all
 
@@ -91,20 +92,29 @@ class DDPStrategy(ProcessGroupStrategy):
             raise RuntimeError(_DETAIL)
         shards = self.shard_optimizer and runtime.world.size > 1
         if shards:
-            refuse_whole(optimizers)
+            refuse_dependent(optimizers, _WHOLE, flat=False)
         place(runtime, module, optimizers, move=move)
         sync = DDPGradientSync(self, runtime, module)
+        prepared, plain = replica(runtime, module, optimizers, sync), PlainState(runtime.world.size)
         if not shards:
-            prepared = replica(runtime, module, optimizers, sync)
-            return replace(prepared, state=PlainState(runtime.world.size))
-        prepared = replica(runtime, module, optimizers, sync, end=deal_out(runtime.collective, optimizers))
-        return replace(prepared, state=OwnersState(runtime.collective))
+            return replace(prepared, state=plain)
+        end = step_by_owners(runtime.collective, optimizers)
+        return replace(
+            prepared, state=OwnersState(runtime.collective, plain), release=undo_all((prepared.release, end))
+        )
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         if not self.shard_optimizer or runtime.world.size == 1:
             return attach_scaler(runtime.loss_scaler, optimizers)
-        refuse_whole(optimizers)
-        return undo_all([attach_scaler(runtime.loss_scaler, optimizers), deal_out(runtime.collective, optimizers)])
+        refuse_dependent(optimizers, _WHOLE, flat=False)
+        scaled = attach_scaler(runtime.loss_scaler, optimizers)
+        return undo_all((scaled, step_by_owners(runtime.collective, optimizers)))
+
+
+_WHOLE = (
+    "`shard_optimizer=True` cannot run `{optimizer}`: it computes each step from all gradients, and a rank steps a "
+    "part of the parameters. Leave `shard_optimizer` out."
+)
 
 
 _DETAIL = (

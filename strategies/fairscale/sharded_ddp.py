@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
+from fabric.strategies.checkpoint.state import PlainState
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.fairscale.library import (
     LATE,
@@ -52,7 +53,7 @@ from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.owners import OwnersState
+from fabric.strategies.sharding.owners_state import OwnersState
 from fabric.strategies.target import Target, releases
 from fabric.strategies.tensors.in_shards import InShards
 from fabric.strategies.tensors.nests import map_only_tensors
@@ -103,15 +104,15 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
         refuse_sparse_layers("ddp_sharded", module)
         refuse_optimizers("ddp_sharded", optimizers, (), flat=False)
         broadcast_from_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])
-        state = OwnersState(runtime.collective)
+        plain = PlainState(runtime.world.size)
         if not optimizers:  # nothing is trained
-            return replace(replica(runtime, module, optimizers), state=state)
+            return replace(replica(runtime, module, optimizers), state=plain)
         sync = FairScaleShardedGradientSync(runtime.collective, module, optimizers, self.broadcast_buffers)
         return replace(
             replica(runtime, module, optimizers, sync),
             clip_norm=partial(clip_norm, owned=sync.owned, runtime=runtime),
             clip_value=partial(clip_value, owned=sync.owned, runtime=runtime),
-            state=state,
+            state=OwnersState(runtime.collective, plain, owner_of=lambda optimizer, size: sync.owner),
         )
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:

@@ -40,7 +40,7 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.fully_sharded import conceal_output, expose_output, mark_gathering
 from fabric.strategies.sharding.layout import refuse_cut
 from fabric.strategies.sharding.mesh import check_degrees
-from fabric.strategies.sharding.sharded_state import ShardedState
+from fabric.strategies.sharding.owners_state import sharded_state
 from fabric.strategies.target import Target
 
 
@@ -147,7 +147,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         made = prepared(
             runtime, module, optimizers, sync, path, *(hook.remove for hook in hooks), refuse_copies(inner, IN_SHARDS)
         )
-        return replace(made, state=ShardedState(runtime.world.rank))
+        return replace(made, state=sharded_state(runtime))
 
     def _units(self, module: nn.Module, precision: Precision) -> set[nn.Module]:
         """The submodules that are gathered one by one, including the root."""

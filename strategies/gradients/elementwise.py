@@ -25,8 +25,11 @@ KNOWN: Mapping[Unit, Mapping[str, str]] = {
     },
     "parameter": {
         "torch": "Adafactor Muon",
-        "bitsandbytes": "Adam Adam8bit AdamW AdamW8bit Lion Lion8bit SGD SGD8bit",  # quantised in blocks of elements
+        # States that are quantised in blocks of elements, and norms of parameters.
+        "bitsandbytes": "AdEMAMix AdEMAMix8bit Adagrad Adagrad8bit Adam Adam8bit AdamW AdamW8bit LAMB LAMB8bit LARS "
+        "LARS8bit Lion Lion8bit RMSprop RMSprop8bit SGD SGD8bit",
         "pytorch_optimizer": "LARS Lamb Muon SOAP Shampoo StableAdamW",
+        "torchao": "Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8",
         "transformers": "Adafactor",
     },
     "model": {"torch": "LBFGS", "prodigyopt": "Prodigy", "pytorch_optimizer": "DAdaptAdam DAdaptSGD Prodigy"},

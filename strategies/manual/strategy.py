@@ -35,6 +35,7 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.fully_sharded import reshard_roots
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.mesh import COPIES, check_degrees
+from fabric.strategies.sharding.owners import refuse_owners
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.parameters import parameters_of
 
@@ -133,6 +134,7 @@ class ManualStrategy(ProcessGroupStrategy):
         if runtime.share.count > 1 and fsdp_modules(parallel.module):
             runtime.loader_numbers.forward_communicates = True
         rebind(before, after, optimizers)
+        refuse_owners(optimizers, "the model that `parallelize` returned")
         _refuse_left_behind(optimizers, parallel.module, (before, after))
         _refuse_other_dtypes(runtime.precision, parallel.module)
         data_axes = tuple(filter(self.has_own_data, self._axes(runtime.world.size)))

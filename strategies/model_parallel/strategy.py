@@ -47,7 +47,7 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.fully_sharded import expose_outputs, mark_gathering, reshard_roots
 from fabric.strategies.sharding.layout import Parallelize, parallelize, refuse_cut
 from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, complete
-from fabric.strategies.sharding.sharded_state import ShardedState
+from fabric.strategies.sharding.owners_state import sharded_state
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.dtensor import as_sharded
 
@@ -161,7 +161,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             *([refuse_copies(inner, IN_SHARDS)] if is_sharded else []),
         ]
         made = prepared(runtime, module if result is inner else result, optimizers, sync, path, *ends)
-        return replace(made, state=ShardedState(runtime.world.rank))
+        return replace(made, state=sharded_state(runtime))
 
     def _parallelize(self, runtime: Runtime, module: nn.Module) -> nn.Module:
         if self.parallelize_fn is None:

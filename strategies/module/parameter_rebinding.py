@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabric.strategies.sharding.owners import needs_owners
 from fabric.strategies.sharding.sharded_state import shard_state
 from fabric.strategies.tensors.dtensor import shard_like, user_class
 
@@ -76,5 +77,7 @@ def _rebind(optimizer: Optimizer, replaced: dict[Tensor, nn.Parameter]) -> None:
     for group in optimizer.param_groups:
         group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
     for old in [parameter for parameter in optimizer.state if parameter in replaced]:
-        new = replaced[old]
-        optimizer.state[new] = {name: shard_state(name, value, new) for name, value in optimizer.state.pop(old).items()}
+        new, entries = replaced[old], optimizer.state.pop(old)
+        if not needs_owners(optimizer):
+            entries = {name: shard_state(name, value, new) for name, value in entries.items()}
+        optimizer.state[new] = entries

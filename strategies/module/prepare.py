@@ -20,6 +20,7 @@ from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.mixed_groups import step_mixed_groups
+from fabric.strategies.sharding.owners import needs_owners, refuse_shards, step_by_owners
 from fabric.strategies.undo import undo_all
 
 
@@ -82,13 +83,24 @@ def prepared(
         clip_norm=partial(clip_norm, scaler=scaler),
         clip_value=partial(clip_value, scaler=scaler),
         is_finite=partial(gradients_are_finite, scaler=scaler, any_rank=runtime.any_rank),
-        release=undo_all((path.release, attach_to_steps(scaler, optimizers), sync.release, *ends)),
+        release=undo_all((path.release, attach_to_steps(runtime, optimizers), sync.release, *ends)),
     )
 
 
-def attach_to_steps(scaler: LossScaler | None, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """Attach what optimizers need whose models are set up. Returns a function that undoes it."""
-    return undo_all((attach_scaler(scaler, optimizers), step_mixed_groups(optimizers)))
+def attach_to_steps(runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """Attach what optimizers need whose models are set up. Returns a function that undoes it. Ranks: all.
+
+    Raises: ValueError: an optimizer that cannot step shards, nor whole parameters one by one.
+    """
+    refuse_shards(optimizers)
+    owned = [each for each in optimizers if needs_owners(each)]
+    return undo_all(
+        (
+            attach_scaler(runtime.loss_scaler, optimizers),
+            step_mixed_groups(each for each in optimizers if each not in owned),
+            step_by_owners(runtime.collective, owned),
+        )
+    )
 
 
 def attach_scaler(scaler: LossScaler | None, optimizers: Sequence[Optimizer]) -> Callable[[], None]:

@@ -1,41 +1,46 @@
 """Parameter groups that have both DTensors and plain parameters: their optimizer steps one parameter at a time.
 
-torch's foreach and fused kernels, its default on accelerators, take a list of one kind (torch 2.13: "got mixed
-torch.Tensor and DTensor"). Stepped one by one, the numbers are the same.
+torch's foreach and fused kernels take a list of one kind (torch 2.13: "got mixed torch.Tensor and DTensor"). Stepped
+one by one, the numbers are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
 
 from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.undo import undo_all
 
+_Options: TypeAlias = "list[tuple[dict[str, Any], dict[str, Any]]]"
+
 
 def step_mixed_groups(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
-    """Let such groups have `foreach=False` during each step, where the user left it None: a checkpoint has None.
-    Returns what undoes it."""
+    """Let such groups have `foreach=False` and `fused=False` during each step; between steps, and in a checkpoint, they
+    have what the user wrote. Returns what undoes it."""
     undos = []
     for optimizer in optimizers:
         if any(map(_is_mixed, optimizer.param_groups)):
-            undos.append(optimizer.register_step_pre_hook(_step_one_by_one).remove)
-            undos.append(optimizer.register_step_post_hook(_step_as_before).remove)
+            written: _Options = []
+            undos.append(optimizer.register_step_pre_hook(partial(_step_one_by_one, written)).remove)
+            undos.append(optimizer.register_step_post_hook(partial(_restore, written)).remove)
     return undo_all(undos)
 
 
-def _step_one_by_one(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _step_one_by_one(written: _Options, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _restore(written)  # what a step left that raised
     for group in filter(_is_mixed, optimizer.param_groups):
-        if group.get("foreach", True) is None:
-            group["foreach"] = False
+        written.append((group, {name: group[name] for name in ("foreach", "fused") if name in group}))
+        group.update(dict.fromkeys(written[-1][1], False))
 
 
-def _step_as_before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for group in filter(_is_mixed, optimizer.param_groups):
-        if group.get("foreach") is False:
-            group["foreach"] = None
+def _restore(written: _Options, *args: Any) -> None:
+    for group, options in written:
+        group.update(options)
+    written.clear()
 
 
 def _is_mixed(group: dict[str, Any]) -> bool:

@@ -1,105 +1,315 @@
-"""The state of an optimizer whose parameters are assigned to ranks: each rank has that of its own.
+"""Each parameter of an optimizer is stepped whole by one rank, its owner, which alone has its state.
 
-Modules are whole on every rank. Rank 0 gathers for `state_dict`; to be saved, nothing is gathered.
+For optimizers that compute an update from a whole parameter (Muon, Adafactor, SOAP), where parameters are in shards;
+and for all optimizers under `DDPStrategy(shard_optimizer=True)` (ZeRO, stage 1: Rajbhandari et al., SC 2020). The
+optimizer stays the user's own: while its `step` runs, its groups have the parameters that this rank owns, whole.
+Before, the owners are sent the shards of values and gradients; after it, they send back the new values. Between steps
+the optimizer, its schedulers and clipping are as without owners.
+
+Cost: a step sends one message there, where there are shards, and one back, for each `ROUND_BYTES` that a rank owns. A
+message has a slice for each rank, as long as the largest. During a step an owner has its parameters and their gradients
+whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, final
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.state import PLAIN, PlainState, StateAccess
-from fabric.strategies.checkpoint.stored import in_memory
-from fabric.strategies.checkpoint.tensor_shards import no_shards, replicated
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.tensors.packing import Spec
+from fabric.strategies.gradients.elementwise import updates_each
+from fabric.strategies.tensors.chunk import Chunk
+from fabric.strategies.tensors.chunk import whole as whole_chunk
+from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part
+from fabric.strategies.tensors.packing import Packing, Spec
 from fabric.strategies.tensors.parameters import parameters_of
+from fabric.strategies.undo import undo_all
+
+ROUND_BYTES = 2**25
+"""Parameters are moved in rounds, of this size on each rank, which bounds the memory of the messages."""
+_ALIGNED_BYTES = 16
+_Part: TypeAlias = "tuple[Tensor, Chunk, bool]"
+"""A parameter, a chunk of it, and whether its gradient is meant."""
+
+
+def owners(optimizer: Optimizer, size: int) -> dict[Tensor, int]:
+    """The owner of each parameter: the largest of a group first, each to the rank that has the fewest elements so far.
+
+    Groups that are added later do not change the owners of earlier ones.
+    """
+    loads, owner = [0] * size, dict[Tensor, int]()
+    for group in optimizer.param_groups:
+        for parameter in sorted(group["params"], key=Tensor.numel, reverse=True):
+            owner[parameter] = loads.index(min(loads))
+            loads[owner[parameter]] += parameter.numel()
+    return owner
+
+
+def needs_owners(optimizer: Optimizer) -> bool:
+    """Whether the optimizer computes updates from whole parameters, and has some in shards."""
+    return updates_each(optimizer) == "parameter" and _has_shards(optimizer)
+
+
+def _has_shards(optimizer: Optimizer) -> bool:
+    return any(as_sharded(parameter) is not None for parameter in parameters_of(optimizer))
+
+
+def refuse_shards(optimizers: Iterable[Optimizer]) -> None:
+    """Raise ValueError for an optimizer that computes each step from all parameters, and has some in shards."""
+    for optimizer in optimizers:
+        if updates_each(optimizer) == "model" and _has_shards(optimizer):
+            raise ValueError(_AT_ONCE.format(optimizer=type(optimizer).__name__))
+
+
+def refuse_owners(optimizers: Iterable[Optimizer], where: str) -> None:
+    """Raise ValueError for an optimizer that needs owners, for strategies whose ranks may have different models.
+
+    `where`: what was written, for the message.
+    """
+    for optimizer in filter(needs_owners, optimizers):
+        raise ValueError(_NO_OWNERS.format(optimizer=type(optimizer).__name__, where=where))
+
+
+def step_by_owners(collective: Collective, optimizers: Iterable[Optimizer]) -> Callable[[], None]:
+    """Let each rank step, and keep state for, the parameters that it owns. Returns what takes the hooks off again.
+
+    Ranks: all call it, and from then on `step` of each optimizer; state stays with its owners afterwards.
+    """
+    return undo_all(undo for optimizer in optimizers for undo in _OwnedSteps(collective, optimizer).attach())
 
 
 @final
-class OwnersState(StateAccess):
-    """Modules are whole on every rank; the state of an optimizer comes from whoever has it, a parameter at a time."""
+class _OwnedSteps:
+    """The steps of one optimizer."""
+
+    def __init__(self, collective: Collective, optimizer: Optimizer) -> None:
+        self._collective, self._optimizer = collective, optimizer
+        self._owner: dict[Tensor, int] = {}
+        self._chunks: dict[Tensor, Sequence[Chunk]] = {}
+        """What each rank holds of each parameter."""
+        self._moved: list[Tensor] = []
+        """The parameters of the latest step, for which these are the messages."""
+        self._rounds: list[tuple[_Message, _Message]] = []
+        self._groups: list[list[Tensor]] = []
+        """What the groups have between steps, while a step runs."""
+        self._whole: dict[Tensor, Tensor] = {}
+        """Of parameters in shards that this rank owns, the whole ones that are stepped in their place."""
+        self._deal()
+        self._drop_others()
+
+    def attach(self) -> list[Callable[[], None]]:
+        return [
+            self._optimizer.register_step_pre_hook(self._before_step).remove,
+            self._optimizer.register_step_post_hook(self._after_step).remove,
+            self._optimizer.register_state_dict_pre_hook(self._refuse_part).remove,
+        ]
+
+    def _deal(self) -> None:
+        owner = owners(self._optimizer, self._collective.size)
+        if any(owner.get(parameter) != rank for parameter, rank in self._owner.items()):
+            raise RuntimeError(_TAKEN_OUT.format(optimizer=type(self._optimizer).__name__))
+        self._owner = owner
+        of_ranks = self._collective.all_gather_object([_own_chunk(parameter) for parameter in self._owner])
+        self._chunks = dict(zip(self._owner, zip(*of_ranks, strict=True), strict=True))
+        self._moved = []
+
+    def _is_own(self, parameter: Any) -> bool:
+        return self._owner.get(parameter, self._collective.rank) == self._collective.rank
+
+    def _drop_others(self) -> None:
+        """Drop the state of parameters of other owners, which `load_state_dict` gives every rank."""
+        for parameter in [each for each in self._optimizer.state if not self._is_own(each)]:
+            del self._optimizer.state[parameter]
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._groups:
+            self._put_back()
+            raise RuntimeError(_NOT_OVER.format(optimizer=type(optimizer).__name__))
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None:
+            self._take()
+            return None
+        with_gradients = partial(self._call, closure)
+        if len(args) > 1:
+            return (optimizer, with_gradients, *args[2:]), kwargs
+        return args, {**kwargs, "closure": with_gradients}
+
+    def _call(self, closure: Callable[[], Any]) -> Any:
+        """The user's closure, which computes all gradients anew, in the middle of a step."""
+        self._send_back()
+        loss = closure()
+        self._take()
+        return loss
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._send_back()
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        """Let the groups have what this rank owns, whole."""
+        given = parameters_of(self._optimizer)
+        if len(given) != len(self._owner) or any(parameter not in self._owner for parameter in given):
+            self._deal()
+        self._drop_others()
+        self._plan([parameter for parameter in self._owner if parameter.grad is not None])
+        for parameter in self._moved:
+            if self._is_own(parameter) and as_sharded(parameter) is not None:
+                self._whole[parameter] = _whole_of(parameter)
+        for there, _ in self._rounds:
+            there.send(self._collective, self._shard, self._part_of_whole)
+        self._groups = [group["params"] for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
+            group["params"] = [self._whole.get(each, each) for each in group["params"] if self._is_own(each)]
+        self._rename_states(self._whole)
+
+    @torch.no_grad()
+    def _send_back(self) -> None:
+        """Give every rank the values that the owners have now, and the groups what they had."""
+        if not self._groups:
+            return
+        for parameter, whole in self._whole.items():
+            local_part(parameter).copy_(whole[_own_chunk(parameter).slices_in(whole_chunk(whole.shape))])
+        for _, back in self._rounds:
+            back.send(self._collective, self._part_of_whole, self._shard)
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for group, parameters in zip(self._optimizer.param_groups, self._groups, strict=False):
+            group["params"] = parameters
+        self._rename_states({whole: parameter for parameter, whole in self._whole.items()})
+        self._groups, self._whole = [], {}
+
+    def _rename_states(self, names: Mapping[Tensor, Tensor]) -> None:
+        state = self._optimizer.state
+        for old, new in names.items():
+            if old in state:
+                state[new] = state.pop(old)
+
+    def _shard(self, parameter: Tensor, chunk: Chunk, of_gradient: bool) -> Tensor:
+        """What this rank holds of a parameter, or of its gradient."""
+        tensor = parameter.grad if of_gradient else parameter
+        assert tensor is not None
+        return local_part(tensor)
+
+    def _part_of_whole(self, parameter: Tensor, chunk: Chunk, of_gradient: bool) -> Tensor:
+        """A chunk of a parameter that this rank owns, or of its gradient."""
+        whole = self._whole.get(parameter, parameter)
+        tensor = whole.grad if of_gradient else whole
+        assert tensor is not None
+        return tensor[chunk.slices_in(whole_chunk(tensor.shape))]
+
+    def _plan(self, moved: list[Tensor]) -> None:
+        """The messages by which these parameters are moved, which are those of the step before, mostly."""
+        if list(map(id, moved)) == list(map(id, self._moved)):
+            return
+        self._moved, self._rounds = moved, []
+        start = num_bytes = 0
+        for stop, parameter in enumerate(moved, 1):
+            num_bytes += parameter.numel() * parameter.itemsize
+            if num_bytes >= ROUND_BYTES * self._collective.size or stop == len(moved):
+                self._rounds.append(self._messages(moved[start:stop]))
+                start, num_bytes = stop, 0
+
+    def _messages(self, parameters: Sequence[Tensor]) -> tuple[_Message, _Message]:
+        """To the owners, and back."""
+        there, back = _Message(self._collective), _Message(self._collective)
+        for parameter in parameters:
+            owner, chunks = self._owner[parameter], self._chunks[parameter]
+            known = {chunks[owner]}
+            for rank, chunk in enumerate(chunks):
+                if rank != owner and chunk.numel:
+                    if chunk not in known:
+                        there.add(rank, owner, [(parameter, chunk, False), (parameter, chunk, True)])
+                    back.add(owner, rank, [(parameter, chunk, False)])
+                    known.add(chunk)
+        return there, back
+
+    def _refuse_part(self, optimizer: Optimizer) -> None:
+        own = sum(map(self._is_own, self._owner))
+        raise RuntimeError(_PART.format(optimizer=type(optimizer).__name__, own=own, all=len(self._owner)))
+
+
+@final
+class _Message:
+    """Parts of parameters that ranks send each other at once. Every rank knows those of all."""
 
     def __init__(self, collective: Collective) -> None:
-        self.collective = collective
+        self._rank = collective.rank
+        self._num_bytes: Counter[tuple[int, int]] = Counter()
+        self._sent: dict[int, list[_Part]] = {}
+        self._received: dict[int, list[_Part]] = {}
 
-    def read_module(self, module: nn.Module) -> dict[str, Any]:
-        return PLAIN.read_module(module)
+    def add(self, source: int, destination: int, parts: Sequence[_Part]) -> None:
+        for parameter, chunk, _ in parts:
+            self._num_bytes[source, destination] += chunk.numel * parameter.itemsize
+        if source == self._rank:
+            self._sent.setdefault(destination, []).extend(parts)
+        if destination == self._rank:
+            self._received.setdefault(source, []).extend(parts)
 
-    def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
-        PLAIN.write_module(module, content, strict=strict)
-
-    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
-        PLAIN.load_module(module, content, strict=strict)
-
-    def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
-        before = {id(value) for entries in optimizer.state.values() for value in entries.values()}
-        PLAIN.write_optimizer(optimizer, in_memory(content, mapped=True))
-        # The optimizer has left out what other ranks own, and that was not read. The rest must not stay mapped.
-        for entries in optimizer.state.values():
-            for name, value in entries.items():
-                if isinstance(value, Tensor) and id(value) not in before:
-                    entries[name] = value.clone()
-
-    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state, on the CPU of rank 0."""
-        parameters, state = parameters_of(optimizer), optimizer.state
-        held = self.collective.all_gather_object([i for i, p in enumerate(parameters) if p in state])
-        owner = {index: rank for rank, indices in enumerate(held) for index in indices}
-        states: dict[Any, Any] = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-        for index in sorted(owner):
-            entries = self.collective.broadcast_object(state.get(parameters[index]), src=owner[index])
-            if self.collective.rank == 0:
-                states[index] = {name: _on_cpu(value) for name, value in entries.items()}
-        return {"state": states, "param_groups": _numbered(optimizer)} if self.collective.rank == 0 else {}
-
-    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        return PlainState(self.collective.size).read_module_shards(module)
-
-    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
-        parameters = parameters_of(optimizer)
-        mine = {index: optimizer.state[each] for index, each in enumerate(parameters) if each in optimizer.state}
-        others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-        states: dict[Any, Any] = {**others, **shards_by_owner(self.collective, mine)}
-        return {"state": states, "param_groups": _numbered(optimizer)}
-
-    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
-        PLAIN.write_optimizer(optimizer, content)
+    def send(self, collective: Collective, read: Callable[..., Tensor], written: Callable[..., Tensor]) -> None:
+        """Send what `read` returns of each part, and copy what arrives into what `written` returns."""
+        if not self._num_bytes:
+            return
+        widest = max(self._num_bytes.values())
+        width = -(-widest // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        slices = torch.empty((collective.size, width), dtype=torch.uint8, device=collective.device)
+        for rank, parts in self._sent.items():
+            packing = _packing(parts)
+            slices[rank, : packing.num_bytes] = packing.pack([read(*part) for part in parts])
+        arrived = collective.all_to_all(slices)
+        for rank, parts in self._received.items():
+            packing = _packing(parts)
+            for part, values in zip(parts, packing.unpack(arrived[rank : rank + 1, : packing.num_bytes]), strict=True):
+                written(*part).copy_(values[0])
 
 
-def _numbered(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups, with indices in place of parameters, as in a state dict."""
-    place = {parameter: index for index, parameter in enumerate(parameters_of(optimizer))}
-    return [{**group, "params": [place[each] for each in group["params"]]} for group in optimizer.param_groups]
+def _packing(parts: Iterable[_Part]) -> Packing:
+    return Packing([Spec(parameter.dtype, chunk.shape, parameter.device.type) for parameter, chunk, _ in parts])
 
 
-def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The states of all parameters: this rank's with their tensors, those of other ranks without. Ranks: all.
-
-    Cost: each rank receives shapes and dtypes, about 100 bytes for each tensor.
-    """
-    described = collective.all_gather_object(
-        {
-            index: {name: Spec.of(each) if isinstance(each, Tensor) else each for name, each in entries.items()}
-            for index, entries in mine.items()
-        }
-    )
-    whole: dict[int, dict[str, Any]] = {}
-    for rank, owned in enumerate(described):
-        for index, entries in owned.items():
-            source = mine[index] if rank == collective.rank else entries
-            whole[index] = {name: _shards(value, rank) for name, value in source.items()}
-    return dict(sorted(whole.items()))
+def _own_chunk(parameter: Tensor) -> Chunk:
+    sharded = as_sharded(parameter)
+    return whole_chunk(parameter.shape) if sharded is None else local_chunk(sharded)
 
 
-def _shards(value: Any, rank: int) -> Any:
-    if isinstance(value, Spec):
-        return no_shards(value.shape, value.dtype)
-    return replicated(value, (rank,)) if isinstance(value, Tensor) else value
+def _whole_of(parameter: Tensor) -> nn.Parameter:
+    """A whole parameter with a gradient, of which this rank's shards are filled in."""
+    assert parameter.grad is not None
+    own, gradient = local_part(parameter), local_part(parameter.grad)
+    whole = nn.Parameter(own.new_empty(parameter.shape), requires_grad=parameter.requires_grad)
+    whole.grad = gradient.new_empty(parameter.shape)
+    slices = _own_chunk(parameter).slices_in(whole_chunk(parameter.shape))
+    whole[slices] = own
+    whole.grad[slices] = gradient
+    return whole
 
 
-def _on_cpu(value: Any) -> Any:
-    return value.detach().to("cpu") if isinstance(value, Tensor) else value
+_AT_ONCE = (
+    "`{optimizer}` computes each step from the gradients of all parameters at once, which are in shards here. Use an "
+    "optimizer that updates each parameter by itself, such as AdamW, or pass `strategy='ddp'`."
+)
+_NO_OWNERS = (
+    "`{optimizer}` computes an update from a whole parameter, and {where} has parameters in shards. Do not shard them; "
+    "or pass `strategy='fsdp'`, or a `ModelParallelStrategy` without a pipeline, whose ranks step whole parameters."
+)
+_TAKEN_OUT = (
+    "Parameters of `{optimizer}` were taken out of its groups, or replaced, after `fabric.setup`: the states of others "
+    "would no longer be where their owners are. Freeze them, or set up a new optimizer."
+)
+_NOT_OVER = (
+    "The last step of `{optimizer}` raised an error: its owners have changed some parameters, which no other rank has "
+    "received. Load a checkpoint, or set up the model and its optimizer anew."
+)
+_PART = (
+    "`{optimizer}.state_dict()`: each parameter is stepped by one rank, and this rank has the state of {own} of {all} "
+    "parameters. `fabric.save(path, {{'optimizer': optimizer}})`, called by every rank, writes that of all."
+)

@@ -116,7 +116,7 @@ class Reductions:
         self._used.clear()
         shards = zip(self._params, self._shards, before, strict=True)
         new = [(each, shard) for each, shard, then in shards if then is None and shard.grad is not None]
-        if new and self._runtime.world.size > 1:
+        if new:
             self._clear_unused(new, used)
 
     def _clear_unused(self, new: Sequence[tuple[Any, nn.Parameter]], used: set[int]) -> None:

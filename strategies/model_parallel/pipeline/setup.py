@@ -34,6 +34,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.mesh import along
+from fabric.strategies.sharding.owners import refuse_owners
 from fabric.strategies.sharding.sharded_state import ShardedState
 
 
@@ -75,6 +76,7 @@ def pipelined(
             assign(inner, stage.module)
             parallelize(stage.module)
             assign(stage.module, inner)
+    refuse_owners(optimizers, "a stage of this pipeline")
     running = Stages(options, runtime, stages, line, mesh.get_group("pipeline"))
     sync = PipelineGradientSync(runtime, inner, running, peers, unfilled)
     path = ForwardPath(inner, sync.forward, _refuse_mark)

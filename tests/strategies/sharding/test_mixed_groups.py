@@ -39,7 +39,7 @@ def train(model: nn.Module, optimizer: Optimizer, backward: Any, num_steps: int 
 
 
 def run(fabric: Fabric) -> list[Any]:
-    """The weights; what `foreach` is in the group, after setup and after a load."""
+    """The weights with `foreach` left out and written; what it is in the groups, after setup and after a load."""
     model, optimizer = fabric.setup(*make())
     foreach = [optimizer.param_groups[0]["foreach"]]
     found: list[Any] = [train(model, optimizer, fabric.backward)]
@@ -48,15 +48,20 @@ def run(fabric: Fabric) -> list[Any]:
     optimizer.load_state_dict(state)
     foreach.append(optimizer.param_groups[0]["foreach"])
     later = fabric.setup_optimizers(AdamW(fabric.setup(make()[0]).parameters()))
-    found.append([*foreach, later.param_groups[0]["foreach"]])
-    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
-        train(*fabric.setup(*make(foreach=True)), fabric.backward)
-    return found
+    foreach.append(later.param_groups[0]["foreach"])
+    for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
+        model, optimizer = fabric.setup(*make(**options))
+        found.append(train(model, optimizer, fabric.backward))
+        foreach.append({name: optimizer.param_groups[0][name] for name in options})
+    return [*found, foreach]
 
 
 @pytest.mark.slow
-def test_a_group_of_dtensors_and_plain_parameters_is_stepped_one_by_one_unless_the_user_wrote_otherwise() -> None:
+def test_a_group_of_dtensors_and_plain_parameters_is_stepped_one_by_one_and_keeps_what_the_user_wrote() -> None:
     strategy = ModelParallelStrategy(parallelize_fn=parallelize, tensor=2)
-    weights, foreach = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy).launch(run)
-    torch.testing.assert_close(weights, train(*make(), Tensor.backward), rtol=1e-5, atol=1e-6)
-    assert foreach == [None, None, None], "between steps, as the user left it"
+    found = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy).launch(run)
+    assert found is not None
+    *of_each, foreach = found
+    for weights in of_each:
+        torch.testing.assert_close(weights, train(*make(), Tensor.backward), rtol=1e-5, atol=1e-6)
+    assert foreach == [None, None, None, {"foreach": True}, {"fused": True}, {"foreach": False}]

@@ -1,0 +1,127 @@
+"""The state of an optimizer whose parameters have owners: each rank has that of its own, see `owners.py`.
+
+Rank 0 gathers for `state_dict`; to be saved, nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.strategies.checkpoint.state import StateAccess, by_saved_index
+from fabric.strategies.checkpoint.stored import in_memory
+from fabric.strategies.checkpoint.tensor_shards import no_shards, of_rank
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.owners import needs_owners, owners
+from fabric.strategies.sharding.sharded_state import ShardedState
+from fabric.strategies.tensors.nests import map_leaves, map_only_tensors
+from fabric.strategies.tensors.packing import Spec
+from fabric.strategies.tensors.parameters import parameters_of
+
+
+@final
+class OwnersState(StateAccess):
+    """The state of an optimizer comes from whoever has it, a parameter at a time.
+
+    `others`: the access to modules, and to optimizers whose parameters have no owners. `owner_of`: the owners.
+    """
+
+    def __init__(
+        self,
+        collective: Collective,
+        others: StateAccess,
+        *,
+        is_owned: Callable[[Optimizer], bool] = lambda optimizer: True,
+        owner_of: Callable[[Optimizer, int], Mapping[Tensor, int]] = owners,
+    ) -> None:
+        self.collective, self.others, self.is_owned, self.owner_of = collective, others, is_owned, owner_of
+
+    def read_module(self, module: nn.Module) -> dict[str, Any]:
+        return self.others.read_module(module)
+
+    def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
+        self.others.write_module(module, content, strict=strict)
+
+    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
+        self.others.load_module(module, content, strict=strict)
+
+    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
+        return self.others.read_module_shards(module)
+
+    def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
+        if self.is_owned(optimizer):
+            self.write_optimizer(optimizer, content)
+        else:
+            self.others.load_optimizer(optimizer, content)
+
+    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        if self.is_owned(optimizer):
+            optimizer.load_state_dict(in_memory(self._owned(optimizer, content)))
+        else:
+            self.others.write_optimizer(optimizer, content)
+
+    def _owned(self, optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+        """Without the states of parameters that others own, which are not read."""
+        owner, rank = self.owner_of(optimizer, self.collective.size), self.collective.rank
+        left_out = {index for index, each in by_saved_index(optimizer, content).items() if owner.get(each) != rank}
+        return {**content, "state": {key: one for key, one in content["state"].items() if key not in left_out}}
+
+    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state, on the CPU of rank 0."""
+        if not self.is_owned(optimizer):
+            return self.others.read_optimizer(optimizer)
+        parameters, state = parameters_of(optimizer), optimizer.state
+        held = self.collective.all_gather_object([i for i, p in enumerate(parameters) if p in state])
+        owner = {index: rank for rank, indices in enumerate(held) for index in indices}
+        states: dict[Any, Any] = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+        for index in sorted(owner):
+            entries = self.collective.broadcast_object(state.get(parameters[index]), src=owner[index])
+            if self.collective.rank == 0:
+                states[index] = map_only_tensors(lambda tensor: tensor.detach().to("cpu"), entries)
+        return {"state": states, "param_groups": _numbered(optimizer)} if self.collective.rank == 0 else {}
+
+    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not self.is_owned(optimizer):
+            return self.others.read_optimizer_shards(optimizer)
+        parameters = parameters_of(optimizer)
+        mine = {index: optimizer.state[each] for index, each in enumerate(parameters) if each in optimizer.state}
+        others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+        states: dict[Any, Any] = {**others, **shards_by_owner(self.collective, mine)}
+        return {"state": states, "param_groups": _numbered(optimizer)}
+
+
+def sharded_state(runtime: Runtime) -> OwnersState:
+    """The state of models in shards, of whose optimizers some are stepped by owners."""
+    return OwnersState(runtime.collective, ShardedState(runtime.world.rank), is_owned=needs_owners)
+
+
+def _numbered(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups, with indices in place of parameters, as in a state dict."""
+    place = {parameter: index for index, parameter in enumerate(parameters_of(optimizer))}
+    return [{**group, "params": [place[each] for each in group["params"]]} for group in optimizer.param_groups]
+
+
+def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The states of all parameters: this rank's with their tensors, those of other ranks without. Ranks: all.
+
+    Cost: each rank receives shapes and dtypes, about 100 bytes for each tensor.
+    """
+    described = collective.all_gather_object(map_only_tensors(Spec.of, mine))
+    whole: dict[int, dict[str, Any]] = {}
+    for rank, owned in enumerate(described):
+        whole.update(
+            of_rank(rank, mine) if rank == collective.rank else map_leaves(_elsewhere, owned, is_leaf=_is_spec)
+        )
+    return dict(sorted(whole.items()))
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, Spec)
+
+
+def _elsewhere(leaf: Any) -> Any:
+    return no_shards(leaf.shape, leaf.dtype) if isinstance(leaf, Spec) else leaf

@@ -1,0 +1,186 @@
+"""`make optimizers`: step each optimizer under each strategy, and write what was seen as the table of
+`docs/optimizers.md`.
+
+Every rank has the same batch, so gradients are those of one process to the last bit, and only the optimizer's step can
+differ: SOAP, whose matrices are singular here, or Muon, which computes in bfloat16, would make much of a last bit.
+Packages that are not installed have no row.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+from fabric import Fabric
+from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from fabric.strategies.tensors.dtensor import whole
+
+PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
+BEGIN, END = "<!-- measured: make optimizers -->\n", "<!-- end -->\n"
+TOLERANCE = 1e-5
+STEPS = 4
+OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "torch.optim.SGD": ("momentum", {"lr": 0.05, "momentum": 0.9}),
+    "torch.optim.AdamW": ("plain", {"foreach": False, "fused": False}),
+    "torch.optim.AdamW foreach": ("one kernel for all", {"foreach": True}),
+    "torch.optim.AdamW fused": ("one kernel for all", {"fused": True}),
+    "torch.optim.Adafactor": ("rows and columns", {}),
+    "torch.optim.Muon": ("matrices", {"lr": 0.01}),
+    "torch.optim.LBFGS": ("all parameters", {"lr": 0.1, "max_iter": 3}),
+    "pytorch_optimizer.Prodigy": ("all parameters", {}),
+    "pytorch_optimizer.SOAP": ("matrices", {"lr": 0.01, "precondition_frequency": 2}),
+    "pytorch_optimizer.Shampoo": ("matrices", {"lr": 0.01}),
+    "pytorch_optimizer.Lamb": ("norms of parameters", {}),
+    "schedulefree.AdamWScheduleFree": ("`eval()` and `train()`", {"lr": 0.01}),
+    "lion_pytorch.Lion": ("signs", {}),
+    "torchao.optim.AdamW8bit": ("blocks of 256", {}),
+    "torchao.optim.AdamW4bit": ("blocks of 128", {}),
+    "bitsandbytes.optim.AdamW8bit": ("blocks of 256", {}),
+}
+"""Each with what its update of an element depends on, and its arguments."""
+
+
+def halves(module: nn.Module, mesh: DeviceMesh) -> None:
+    for layer in module.children():
+        fully_shard(layer, mesh=mesh["shard"])
+
+
+STRATEGIES: Mapping[str, tuple[int, Strategy | str]] = {
+    "ddp": (2, "ddp"),
+    "ddp, shard_optimizer": (2, DDPStrategy(shard_optimizer=True)),
+    "fsdp": (2, "fsdp"),
+    "hsdp": (4, FSDPStrategy(device_mesh=(2, 2))),
+    "model_parallel": (2, ModelParallelStrategy(parallelize_fn=halves, shard=2)),
+    "ddp_sharded": (2, "ddp_sharded"),
+    "ddp_fully_sharded": (2, "ddp_fully_sharded"),
+    "deepspeed_stage_1": (2, "deepspeed_stage_1"),
+    "deepspeed_stage_2": (2, "deepspeed_stage_2"),
+    "deepspeed_stage_3": (2, "deepspeed_stage_3"),
+}
+
+
+def installed() -> list[str]:
+    """The optimizers whose packages are installed."""
+    return [name for name in OPTIMIZERS if find_spec(name.partition(".")[0]) is not None]
+
+
+def make(name: str, parameters: Any) -> Optimizer:
+    """One of `OPTIMIZERS`."""
+    package, _, kind = name.partition(" ")[0].rpartition(".")
+    made: Optimizer = getattr(import_module(package), kind)(parameters, **OPTIMIZERS[name][1])
+    return made
+
+
+def trained(fabric: Fabric | None, name: str) -> dict[str, Tensor]:
+    """The weights after some steps. Two shards of the middle matrix, of 12,544 elements, cut a block of 256."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(24, 112, bias=False), nn.Linear(112, 112, bias=False), nn.Linear(112, 16, bias=False)]
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+    optimizer = make(name, model.parameters())
+    backward: Callable[[Tensor], Any] = Tensor.backward
+    if fabric is not None:
+        model, optimizer = fabric.setup(model, optimizer)
+        backward = fabric.backward
+    inputs, targets = torch.arange(192.0).view(8, 24).sin(), torch.arange(128.0).view(8, 16).cos()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        backward(loss)
+        return loss
+
+    getattr(optimizer, "train", int)()
+    for _ in range(STEPS):
+        optimizer.step(closure)
+    getattr(optimizer, "eval", int)()
+    if fabric is not None:
+        return fabric.state_dict(model, all_ranks=True)
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def run_all(fabric: Fabric, names: Sequence[str]) -> dict[str, dict[str, Tensor] | str]:
+    """The weights that each optimizer trains, or the sentence with which `setup` refuses it."""
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, Tensor] | str] = {}
+    for name in names:
+        try:
+            found[name] = trained(fabric, name)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def differences(strategy: str, names: Sequence[str]) -> dict[str, float | str]:
+    """The largest relative difference from one process, or the sentence with which `setup` refuses."""
+    torch.set_num_threads(1)
+    size, made = STRATEGIES[strategy]
+    fabric = Fabric(accelerator="cpu", devices=size, strategy=made, launcher="forkserver")
+    found = fabric.launch(partial(run_all, names=names))
+    assert found is not None
+    return {
+        name: seen if isinstance(seen, str) else difference(trained(None, name), seen) for name, seen in found.items()
+    }
+
+
+def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
+    """The largest, in units of the largest weight."""
+    return max(float((whole(found[name]) - right).abs().max() / right.abs().max()) for name, right in expected.items())
+
+
+def column(seen: Mapping[str, float | str]) -> dict[str, str]:
+    """Raises SystemExit for other numbers than those of one process."""
+    wrong = {name: each for name, each in seen.items() if not isinstance(each, str) and not each <= TOLERANCE}
+    if wrong:
+        raise SystemExit(f"{wrong}")
+    return {name: "refused" if isinstance(each, str) else "=" for name, each in seen.items()}
+
+
+def table(seen: Mapping[str, Mapping[str, float | str]]) -> str:
+    """A row for each optimizer, a column for each strategy, and the sentences below it."""
+    columns = {strategy: column(found) for strategy, found in seen.items()}
+    lines = [" | ".join(["optimizer", "an update needs", *(f"`{strategy}`" for strategy in columns)])]
+    lines.append("|".join(["---"] * (len(columns) + 2)))
+    for name in installed():
+        lines.append(" | ".join([f"`{name}`", OPTIMIZERS[name][0], *(each[name] for each in columns.values())]))
+    sentences: dict[str, list[str]] = {}
+    for strategy, found in seen.items():
+        for name, each in found.items():
+            if isinstance(each, str):
+                sentences.setdefault(each.replace(name.partition(" ")[0].rpartition(".")[2], "..."), []).append(
+                    strategy
+                )
+    reasons = [f"- {', '.join(f'`{each}`' for each in dict.fromkeys(of))}: {text}\n" for text, of in sentences.items()]
+    return "".join(f"| {line} |\n" for line in lines) + "\n" + "".join(reasons)
+
+
+def in_page(strategy: str) -> dict[str, str]:
+    """A column of the table that the page has."""
+    rows = [line.strip("|\n ").split(" | ") for line in PAGE.read_text().split(BEGIN)[1].split("\n\n")[0].splitlines()]
+    place = rows[0].index(f"`{strategy}`")
+    return {row[0].strip("`"): row[place] for row in rows[2:]}
+
+
+def main() -> None:
+    """Measure, and write the page; writes nothing if numbers differ."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles its step, a minute for each rank
+    seen = {}
+    for strategy in STRATEGIES:
+        seen[strategy] = differences(strategy, installed())
+        print(strategy, column(seen[strategy]), flush=True)
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(before + BEGIN + table(seen) + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    main()
