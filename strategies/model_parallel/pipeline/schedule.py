@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 import torch
@@ -27,7 +28,8 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.model_parallel.pipeline.options import OF_ONE_STAGE, Pipeline
 from fabric.strategies.model_parallel.pipeline.split import Stage
 from fabric.strategies.module.forward import ForwardPath
-from fabric.strategies.precision.forward_precision import autocast, cast_inputs, casts
+from fabric.strategies.module.outputs import replace_tensors
+from fabric.strategies.precision.forward_precision import autocast, cast_inputs, cast_output, casts
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.dtensor import local_part
@@ -98,7 +100,10 @@ class Stages:
             stage.copy_mode()
         built = self._built_for(kind, batch)
         with self.runtime.new_tensors:
-            return self._train(built.schedule, batch) if kind == "train" else self._evaluate(built, batch)
+            output = self._train(built.schedule, batch) if kind == "train" else self._evaluate(built, batch)
+        if self.runtime.precision.output_dtype is None:
+            return output
+        return replace_tensors(output, partial(cast_output, self.runtime.precision))
 
     def release(self) -> None:
         """Restore the forward of the stages."""
