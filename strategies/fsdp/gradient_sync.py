@@ -17,6 +17,7 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.reductions import Reductions
+from fabric.strategies.tensors.dtensor import user_class
 
 
 @final
@@ -55,7 +56,20 @@ class FSDPGradientSync(GradientSync):
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.collective)
         self.additions.refuse()
-        output = function(*args, **kwargs)
+        try:
+            output = function(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise RuntimeError(f"{error} {_NOT_GATHERED.format(model=user_class(self.module).__name__)}") from error
         if self.synced and torch.is_grad_enabled():
             broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
         return output
+
+
+_NOT_GATHERED = (
+    "Forward of `{model}` computed with a parameter that is in shards: those of a unit are gathered where it is called "
+    "as a module. Call `block(x)` instead of parts of it, such as `block.attention(x)` or `block.weight`; or write "
+    "`FSDPStrategy(auto_wrap_policy=None)`, which gathers the whole model at once. `fabric.strategy.units(model)` has "
+    "their names."
+)
