@@ -11,7 +11,8 @@ from torch import nn
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.tensors.dtensor import user_class
 
-Policy: TypeAlias = Literal["blocks"] | type[nn.Module] | Collection[type[nn.Module]] | Callable[[nn.Module], bool]
+Classes: TypeAlias = type[nn.Module] | Collection[type[nn.Module]] | Callable[[nn.Module], bool]
+Policy: TypeAlias = Literal["blocks"] | Classes
 """A class, several classes, or a function that returns True for the modules that are selected; or "blocks": those of
 `blocks_of`."""
 
@@ -35,7 +36,7 @@ def matching(module: nn.Module, policy: Policy | None, option: str) -> list[nn.M
     if policy is None:
         return []
     check_policy(policy, option)
-    if policy == "blocks":
+    if isinstance(policy, str):
         return blocks_of(module)
     chosen = [part for part in module.modules() if _selects(policy, part)]
     if not chosen:
@@ -98,14 +99,13 @@ def num_bytes(parts: Iterable[nn.Module]) -> int:
     return sum(parameter.nbytes for part in parts for parameter in part.parameters())
 
 
-def _selects(policy: Policy, part: nn.Module) -> bool:
-    assert not isinstance(policy, str)
+def _selects(policy: Classes, part: nn.Module) -> bool:
     if isinstance(policy, type):
         return isinstance(part, policy)
     return isinstance(part, tuple(policy)) if isinstance(policy, Collection) else bool(policy(part))
 
 
-def _words(policy: Policy) -> str:
+def _words(policy: Classes) -> str:
     if isinstance(policy, type):
         return policy.__name__
     if isinstance(policy, Collection):
