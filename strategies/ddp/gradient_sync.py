@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.ddp.comm_hooks import register
-from fabric.strategies.gradients.reducer import CallModule, end_reducer
 from fabric.strategies.gradients.scaling import Factor, scale_gradients
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import CallModule, Finish, GradientSync, end_reducer
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.module.outputs import conceal, expose

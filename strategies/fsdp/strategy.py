@@ -30,7 +30,7 @@ from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.parameter_rebinding import rebinding
-from fabric.strategies.module.prepare import prepared, with_precision
+from fabric.strategies.module.prepare import make_contiguous, prepared, with_precision
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching, num_bytes
 from fabric.strategies.precision.forward_precision import cast_module
@@ -121,6 +121,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         unfilled, hooks = Unfilled(inner), list[RemovableHandle]()
         with rebinding(inner, optimizers):
             cast_module(runtime.precision, inner)
+            make_contiguous(inner)
             for part in in_order_of_apply(inner):
                 unfilled.fill(part, runtime.device, runtime.collective)
                 if part in units:

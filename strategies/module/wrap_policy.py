@@ -19,9 +19,11 @@ Policy: TypeAlias = Literal["blocks"] | Classes
 
 def check_policy(policy: Policy | None, option: str) -> None:
     """Raise TypeError if the policy has another type. `option`: its name in the error."""
-    are_classes = isinstance(policy, Collection) and all(isinstance(each, type) for each in policy)
-    is_function = callable(policy) and not isinstance(policy, nn.Module)
-    if policy not in (None, "blocks") and not are_classes and not is_function:
+    if policy is None or policy == "blocks":
+        return
+    is_collection = isinstance(policy, Collection) and not isinstance(policy, str)
+    are_classes = is_collection and all(isinstance(each, type) for each in policy)
+    if not are_classes and (isinstance(policy, nn.Module) or not callable(policy)):
         raise TypeError(
             f"`{option}={policy!r}` selects no submodules. Pass classes of modules, a function of a module that "
             "returns a bool, or 'blocks'."
