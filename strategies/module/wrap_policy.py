@@ -21,9 +21,11 @@ def check_policy(policy: Policy | None, option: str) -> None:
     """Raise TypeError if the policy has another type. `option`: its name in the error."""
     if policy is None or policy == "blocks":
         return
-    is_collection = isinstance(policy, Collection) and not isinstance(policy, str)
-    are_classes = is_collection and all(isinstance(each, type) for each in policy)
-    if not are_classes and (isinstance(policy, nn.Module) or not callable(policy)):
+    if isinstance(policy, Collection) and not isinstance(policy, str):
+        fits = all(isinstance(each, type) for each in policy)
+    else:
+        fits = callable(policy) and not isinstance(policy, nn.Module)
+    if not fits:
         raise TypeError(
             f"`{option}={policy!r}` selects no submodules. Pass classes of modules, a function of a module that "
             "returns a bool, or 'blocks'."
