@@ -17,7 +17,7 @@ Policy: TypeAlias = Literal["blocks"] | Classes
 `blocks_of`."""
 
 
-def check_policy(policy: Policy | None, option: str) -> None:
+def check_policy(policy: object, option: str) -> None:
     """Raise TypeError if the policy has another type. `option`: its name in the error."""
     if policy is None or policy == "blocks":
         return
