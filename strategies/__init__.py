@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fabric.strategies.manual.strategy import Parallelized as Parallelized
     from fabric.strategies.model_parallel.pipeline.options import Pipeline as Pipeline
     from fabric.strategies.model_parallel.strategy import ModelParallelStrategy as ModelParallelStrategy
+    from fabric.strategies.module.wrap_policy import blocks_of as blocks_of
     from fabric.strategies.precision.precision import Precision as Precision
     from fabric.strategies.registry import available_strategies as available_strategies
     from fabric.strategies.registry import register_strategy as register_strategy
@@ -58,6 +59,7 @@ _HOME = {
     "XLAStrategy": "xla.replicas",
     "along": "sharding.mesh",
     "available_strategies": "registry",
+    "blocks_of": "module.wrap_policy",
     "register_strategy": "registry",
 }
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
+from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.data.share import Use
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.prepare import attach_to_steps
@@ -38,8 +39,9 @@ class Strategy(ABC):
     in_shards: ClassVar[bool] = False
     """Whether ranks hold different gradients. Then a loss scaler skips a step on all ranks if one overflowed."""
     activation_checkpointing_policy: Policy | None = None
-    """Submodules whose activations are recomputed in backward instead of stored: classes, or a function of a module.
-    `Fabric.setup` applies it, in the same way for every strategy."""
+    """Submodules whose activations are recomputed in backward instead of stored: "blocks" (see
+    `fabric.strategies.blocks_of`), classes, or a function of a module. `Fabric.setup` applies it, in the same way for
+    every strategy."""
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
@@ -109,6 +111,14 @@ class Strategy(ABC):
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         """Distribute the model; `optimizers` then refer to its new parameters. `move=False`: do not move it to the
         device."""
+
+    def units(self, module: nn.Module) -> list[str]:
+        """The names of the submodules that `fully_shard` gathers one at a time; the rest of the model is gathered with
+        the root. Under `fsdp` also of a model that is not set up yet."""
+        from fabric.strategies.sharding.layout import fsdp_modules
+
+        units = {*fsdp_modules(uncompiled(module))}
+        return [name for name, part in uncompiled(module).named_modules() if name and part in units]
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         """Prepare optimizers of a model that is already set up. Returns a function that undoes it.

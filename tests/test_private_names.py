@@ -77,6 +77,7 @@ PUBLIC = {
 """Python documents these, and torch the last one, for modules of devices (`torch.utils.rename_privateuse1_backend`)."""
 OF_USERS = {
     "_fabric _fabric_optimizers": "a LightningModule's, which Lightning Fabric sets as well",
+    "_no_split_modules": "the classes of its blocks, as a model of transformers names them",
     "_opt_called _wrapped_by_lr_sched": "marks that schedulers of torch look for on an optimizer",
     "_shuffle": "the name of webdataset's function for shuffling, which a pipeline shows",
     "_world_size _rank _parallel_rank_world": "how samplers of other packages name what they split by",

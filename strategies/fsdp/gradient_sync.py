@@ -18,6 +18,7 @@ from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.sharding.first_gather import FirstGather
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.reductions import Reductions
+from fabric.strategies.tensors.dtensor import user_class
 
 
 @final
@@ -60,7 +61,20 @@ class FSDPGradientSync(GradientSync):
         self.additions.refuse()
         if torch.is_inference_mode_enabled():
             self.first_gather.before_forward(self.module)  # a marked method runs no hooks of the module
-        output = function(*args, **kwargs)
+        try:
+            output = function(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise RuntimeError(f"{error} {_NOT_GATHERED.format(model=user_class(self.module).__name__)}") from error
         if self.synced and torch.is_grad_enabled():
             broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
         return output
+
+
+_NOT_GATHERED = (
+    "Forward of `{model}` computed with a parameter that is in shards: those of a unit are gathered where it is called "
+    "as a module. Call `block(x)` instead of parts of it, such as `block.attention(x)` or `block.weight`; or write "
+    "`FSDPStrategy(auto_wrap_policy=None)`, which gathers the whole model at once. `fabric.strategy.units(model)` has "
+    "their names."
+)

@@ -8,6 +8,7 @@ order raises, or times out if shapes differ). `state_dict()` returns shards; `fa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.parameter_rebinding import rebinding
 from fabric.strategies.module.prepare import make_contiguous, prepared, with_precision
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
-from fabric.strategies.module.wrap_policy import Policy, check_policy, matching
+from fabric.strategies.module.wrap_policy import Policy, check_policy, matching, num_bytes
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -69,10 +70,12 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     in_shards: ClassVar[bool] = True
     fills_from_rank_zero = True
-    auto_wrap_policy: Policy | None = None
-    """The submodules whose parameters are all-gathered together and freed again: classes, or a function of a module.
-    Other parameters are gathered with the root. None: the model is gathered all at once, which saves no memory in
-    forward; name the class of its blocks. A tied weight must be in one such submodule with all its uses."""
+    auto_wrap_policy: Policy | None = "blocks"
+    """The submodules whose parameters are all-gathered together and freed again; other parameters are gathered with the
+    root. "blocks": the submodules that repeat in the model and hold its parameters, such as transformer layers (see
+    `fabric.strategies.blocks_of`); or classes, or a function of a module. `units(model)` shows them. None: the model is
+    gathered all at once, which saves no memory in forward. A unit is gathered where it is called as a module, on all
+    ranks in the same order, and a tied weight must be in one unit with all its uses."""
     reshard_after_forward: bool | int | None = True
     """Whether gathered parameters are freed after forward (True: less memory; False: no second all-gather in backward),
     or over how many ranks they stay sharded until backward. None is torch's default: freed, except for those of the
@@ -127,6 +130,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         units = self._units(inner, runtime.precision)
         _refuse_tied_apart(inner, units)
         _refuse_scalars(inner)
+        if runtime.world.size > 1 and (words := self._words(inner)) is not None:
+            runtime.report(words)
         unfilled, hooks = Unfilled(inner), list[RemovableHandle]()
         with rebinding(inner, optimizers):
             cast_module(runtime.precision, inner)
@@ -148,6 +153,28 @@ class FSDPStrategy(ProcessGroupStrategy):
             runtime, module, optimizers, sync, path, *(hook.remove for hook in hooks), refuse_copies(inner, IN_SHARDS)
         )
         return replace(made, state=sharded_state(runtime))
+
+    def units(self, module: nn.Module) -> list[str]:
+        chosen = matching(uncompiled(module), self.auto_wrap_policy, "auto_wrap_policy")
+        return [name for name, part in uncompiled(module).named_modules() if name and part in chosen]
+
+    def _words(self, module: nn.Module) -> str | None:
+        """What "blocks" has chosen, or that a large model is gathered at once."""
+        chosen = matching(module, self.auto_wrap_policy, "auto_wrap_policy")
+        kinds = Counter(type(unit).__name__ for unit in chosen if unit is not module)
+        if kinds and self.auto_wrap_policy == "blocks":
+            blocks = ", ".join(f"{number} `{kind}`" for kind, number in kinds.items())
+            return (
+                f"`strategy='fsdp'` gathers the weights of {blocks} one at a time, and all others with the root. "
+                "`FSDPStrategy(auto_wrap_policy=...)` takes other classes, or None."
+            )
+        if kinds or num_bytes([module]) < _SMALL_BYTES:
+            return None
+        return (
+            f"`{type(module).__name__}` has {num_bytes([module]) / 2**30:.1f} GiB of parameters, and `strategy='fsdp'` "
+            "gathers all of them at once on every rank, which saves no memory in forward. Name the classes of its "
+            "largest submodules: `FSDPStrategy(auto_wrap_policy={...})`."
+        )
 
     def _units(self, module: nn.Module, precision: Precision) -> set[nn.Module]:
         """The submodules that are gathered one by one, including the root."""
@@ -180,6 +207,9 @@ class FSDPStrategy(ProcessGroupStrategy):
             offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         )
 
+
+_SMALL_BYTES = 2**28
+"""With fewer bytes of parameters (256 MiB), gathering the whole model at once needs no warning."""
 
 _LEAVE_OUT = (
     "Leave `fully_shard` out, and write `FSDPStrategy(auto_wrap_policy={{{name}}})`; or call it in "

@@ -26,10 +26,13 @@ def recompute(module: nn.Module, policy: Policy | None) -> Callable[[], None]:
 
     Raises: ValueError: it selects none. TypeError: it is not a policy.
     """
-    return undo_all(
-        replace_attributes(part, forward=_Recomputed(part, part.forward))
-        for part in matching(module, policy, "activation_checkpointing_policy")
-    )
+    parts = matching(module, policy, "activation_checkpointing_policy")
+    if policy is not None and not parts:
+        raise ValueError(
+            f"`activation_checkpointing_policy='blocks'`: `{type(module).__name__}` has no blocks, several modules of "
+            "one class in a `ModuleList` or `Sequential` that hold its parameters. Name classes of its submodules."
+        )
+    return undo_all(replace_attributes(part, forward=_Recomputed(part, part.forward)) for part in parts)
 
 
 def rebind_copies(module: nn.Module) -> None:

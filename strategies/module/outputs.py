@@ -7,7 +7,7 @@ of objects are searched, too. What a function or a generator holds cannot be fou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -68,7 +68,12 @@ def conceal(output: Any) -> Any:
     if not isinstance(output, Exposed):
         return output
     replaced = dict(zip(output.ids, output.tensors, strict=True))
-    return _replace(output.output, replaced, {})
+    return replace_tensors(output.output, lambda tensor: replaced.get(id(tensor), tensor))
+
+
+def replace_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The output with `function(tensor)` for each tensor: containers are made anew, attributes of other objects set."""
+    return function(output) if isinstance(output, Tensor) else _replace(output, function, {})
 
 
 def _search(
@@ -89,27 +94,27 @@ def _search(
         yield from _search(member, visited, is_found=is_found, depth=depth - 1)
 
 
-def _replace(value: Any, replaced: Mapping[int, Tensor], done: dict[int, tuple[Any, Any]], depth: int = _DEPTH) -> Any:
-    """The value with other tensors: containers are made anew, attributes of other objects are set.
-
-    `done`: values and what replaces them, by id.
-    """
-    if isinstance(value, Tensor):
-        return replaced.get(id(value), value)
+def _replace(
+    value: Any, function: Callable[[Tensor], Tensor], done: dict[int, tuple[Any, Any]], depth: int = _DEPTH
+) -> Any:
+    """See `replace_tensors`. `done`: values and what replaces them, by id; keeps the former alive."""
     if isinstance(value, _CLOSED) or depth == 0:
         return value
     if id(value) in done:
+        return done[id(value)][1]
+    if isinstance(value, Tensor):
+        done[id(value)] = value, function(value)
         return done[id(value)][1]
     done[id(value)] = value, value
     container = opened(value)
     if container is None:
         for name, member in _attributes(value):
-            changed = _replace(member, replaced, done, depth - 1)
+            changed = _replace(member, function, done, depth - 1)
             if changed is not member:
                 object.__setattr__(value, name, changed)
         return value
     _, _, members, fill = container
-    items = [_replace(each, replaced, done, depth - 1) for each in members]
+    items = [_replace(each, function, done, depth - 1) for each in members]
     if any(one is not other for one, other in zip(members, items, strict=True)):
         done[id(value)] = value, fill(items)
     return done[id(value)][1]

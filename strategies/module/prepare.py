@@ -14,8 +14,9 @@ from fabric.strategies.gradients.clipping import clip_norm, clip_value, gradient
 from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
 from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import Around, ForwardPath
+from fabric.strategies.module.outputs import replace_tensors
 from fabric.strategies.module.same_model import refuse_meta
-from fabric.strategies.precision.forward_precision import autocast, cast_inputs, cast_module, casts
+from fabric.strategies.precision.forward_precision import autocast, cast_inputs, cast_module, cast_output, casts
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
@@ -112,6 +113,7 @@ def with_precision(runtime: Runtime, around: Around | None) -> Around | None:
     """`around` with autocast or casts of the precision. Random numbers differ between shares from the first call on."""
     precision, device = runtime.precision, runtime.device
     inner: Around = around or (lambda function, args, kwargs: function(*args, **kwargs))
+    cast_out = None if precision.output_dtype is None else partial(cast_output, precision)
 
     def forward_plain(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime.draw_apart()
@@ -120,7 +122,8 @@ def with_precision(runtime: Runtime, around: Around | None) -> Around | None:
     def forward_mixed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime.draw_apart()
         with autocast(precision, device):
-            return inner(function, args, kwargs)
+            output = inner(function, args, kwargs)
+        return output if cast_out is None else replace_tensors(output, cast_out)
 
     def forward_true(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime.draw_apart()

@@ -1,8 +1,9 @@
-"""The effect of a precision on forward: inputs are cast for a `-true` precision, autocast is on for a `-mixed` one.
+"""The effect of a precision on forward: inputs are cast for a `-true` precision; under a `-mixed` one autocast is on,
+and outputs are cast to float32.
 
 Under a `-true` precision tensors created in forward have its dtype too, as in plain PyTorch under
 `torch.set_default_dtype`; also in backward, where activation checkpointing runs forward again. Complex numbers stay
-complex. Outputs are not cast. Loss functions called outside forward use `Fabric.autocast()`.
+complex. Its outputs are not cast.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ def cast(precision: Precision, tensor: Tensor) -> Tensor:
     if tensor.is_floating_point():
         return tensor.to(precision.param_dtype)
     return tensor.to(complex_dtype(precision)) if tensor.is_complex() else tensor
+
+
+def cast_output(precision: Precision, tensor: Tensor) -> Tensor:
+    """Cast a tensor that forward returns to `precision.output_dtype`, if it is in `precision.compute_dtype`."""
+    return tensor.to(precision.output_dtype) if tensor.dtype is precision.compute_dtype else tensor
 
 
 def complex_dtype(precision: Precision) -> torch.dtype:

@@ -28,6 +28,9 @@ class Precision:
     """Of matrix products and convolutions. If it differs from `param_dtype`, autocast chooses per operation."""
     reduce_dtype: torch.dtype
     """Of gradients while they are reduced over ranks."""
+    output_dtype: torch.dtype | None = None
+    """To which tensors in `compute_dtype` are cast that forward returns; None: they stay. Under a `-mixed` precision
+    float32, so that a loss of them is computed as under autocast around forward and loss."""
     scales_loss: bool = False
     """Whether losses are multiplied before backward, so that small float16 gradients do not vanish (Micikevicius et
     al., ICLR 2018), and gradients divided before the step."""
@@ -64,7 +67,7 @@ _BY_NAME: dict[str, Precision] = {
         Precision("32-true", torch.float32, torch.float32, torch.float32),
         Precision("16-true", torch.float16, torch.float16, torch.float16),
         Precision("bf16-true", torch.bfloat16, torch.bfloat16, torch.bfloat16),
-        Precision("16-mixed", torch.float32, torch.float16, torch.float32, scales_loss=True),
-        Precision("bf16-mixed", torch.float32, torch.bfloat16, torch.float32),
+        Precision("16-mixed", torch.float32, torch.float16, torch.float32, torch.float32, scales_loss=True),
+        Precision("bf16-mixed", torch.float32, torch.bfloat16, torch.float32, torch.float32),
     )
 }

@@ -127,5 +127,6 @@ def _quoted(name: str | None) -> str:
 _DIFFERENT = (
     "Ranks ran submodules of `{name}` in different orders. A submodule's parameters are all-gathered when it runs, and "
     "collectives are matched by issue order. Run the same submodules in the same order on every rank, or pass "
-    "`strategy='ddp_find_unused_parameters_true'`."
+    "`strategy='ddp_find_unused_parameters_true'`, or, for fsdp, `FSDPStrategy(auto_wrap_policy=None)`, which gathers "
+    "the whole model at once."
 )

@@ -176,8 +176,8 @@ def test_a_prepared_module_has_the_attributes_and_methods_of_the_users_class(fab
         ("32-true", torch.float32, torch.float32),
         ("16-true", torch.float16, torch.float16),
         ("bf16-true", torch.bfloat16, torch.bfloat16),
-        ("16-mixed", torch.float32, torch.float16),
-        ("bf16-mixed", torch.float32, torch.bfloat16),
+        ("16-mixed", torch.float32, torch.float32),
+        ("bf16-mixed", torch.float32, torch.float32),
     ],
 )
 def test_a_precision_gives_parameters_and_outputs_their_dtype(

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -28,7 +29,8 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.model_parallel.pipeline.options import OF_ONE_STAGE, Pipeline
 from fabric.strategies.model_parallel.pipeline.split import Stage
 from fabric.strategies.module.forward import ForwardPath
-from fabric.strategies.precision.forward_precision import autocast, cast_inputs, casts
+from fabric.strategies.module.outputs import replace_tensors
+from fabric.strategies.precision.forward_precision import autocast, cast_inputs, cast_output, casts
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.tensors.digest import digest_of_all
@@ -89,7 +91,10 @@ class Stages:
             stage.copy_mode()
         schedule = self._schedule_for(batch, trains=trains)
         with self.runtime.new_tensors:
-            return self._train(schedule, batch) if trains else self._evaluate(schedule, batch)
+            output = self._train(schedule, batch) if trains else self._evaluate(schedule, batch)
+        if self.runtime.precision.output_dtype is None:
+            return output
+        return replace_tensors(output, partial(cast_output, self.runtime.precision))
 
     def release(self) -> None:
         """Restore the forward of the stages."""

@@ -104,7 +104,7 @@ def in_shards(model: nn.Module, mesh: Any) -> None:
 
 
 STRATEGIES = {
-    "whole": FSDPStrategy(),
+    "whole": FSDPStrategy(auto_wrap_policy=None),
     "linear": FSDPStrategy(auto_wrap_policy=nn.Linear),
     "blocks": FSDPStrategy(auto_wrap_policy=Block, activation_checkpointing_policy=Block),
     "model_parallel": ModelParallelStrategy(parallelize_fn=in_shards, shard=2),
