@@ -31,6 +31,7 @@ from fabric.strategies.gradients.bare_parameters import (
 )
 from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.module.activation_checkpointing import recompute
+from fabric.strategies.module.deferred_init import initialize_empty
 from fabric.strategies.module.same_model import refuse_different_models, refuse_renormalized
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
@@ -80,6 +81,7 @@ class SetUp:
         for moment in self._moments.before_setup:
             moment(module, optimizers)
         bare = self._in_no_module(optimizers, module)
+        initialize_empty(module)
         refuse_renormalized(runtime, module)
         if strategy.sets_up_one_model:
             refuse_different_models(runtime, module, fills_from_rank_zero=strategy.fills_from_rank_zero)
