@@ -22,6 +22,7 @@ from fabric.checks.steps import StepCounter
 from fabric.checks.unprepared import UnpreparedOptimizers
 from fabric.loop.accumulation import Accumulation
 from fabric.loop.weighting import ClosureLoss, Weighting
+from fabric.strategies.checkpoint.by_hand import report_shards
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
 from fabric.strategies.gradients.bare_parameters import (
     BareParameters,
@@ -93,6 +94,7 @@ class SetUp:
         self._undo.callback(prepared.release)
         lack = strategy.lacks.get("later_optimizers") if runtime.world.size > 1 else None
         self._unprepared.add(uncompiled(prepared.module), before, self._undo, lack)
+        self._undo.callback(report_shards(uncompiled(prepared.module), prepared.state, runtime.report))
         self.models[prepared.module] = prepared
         for added in self._moments.model_set_up:
             added(prepared)
