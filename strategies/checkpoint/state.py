@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.stored import in_memory, mapped_module
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
+from fabric.strategies.checkpoint.wrappers import is_wrapper
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 RUN = "fabric"
@@ -151,7 +152,7 @@ class PlainState(StateAccess):
         return map_state(optimizer.state_dict(), lambda index, name, value: self._replicated(value))
 
     def _replicated(self, value: Any) -> Any:
-        is_replicated = len(self._replicas) > 1 and isinstance(value, Tensor)
+        is_replicated = len(self._replicas) > 1 and isinstance(value, Tensor) and not is_wrapper(value)
         return replicated(value, self._replicas) if is_replicated else value
 
 

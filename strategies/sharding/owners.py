@@ -6,6 +6,7 @@ Modules are whole on every rank. Rank 0 gathers for `state_dict`; to be saved, n
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from fabric.strategies.checkpoint.state import PLAIN, PlainState, StateAccess
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import no_shards, replicated
+from fabric.strategies.checkpoint.wrappers import Wrapped, is_wrapper, on_cpu, put_together, taken_apart
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.tensors.packing import Spec
 from fabric.strategies.tensors.parameters import parameters_of
@@ -41,7 +43,7 @@ class OwnersState(StateAccess):
         # The optimizer has left out what other ranks own, and that was not read. The rest must not stay mapped.
         for entries in optimizer.state.values():
             for name, value in entries.items():
-                if isinstance(value, Tensor) and id(value) not in before:
+                if isinstance(value, Tensor) and id(value) not in before and not is_wrapper(value):
                     entries[name] = value.clone()
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -51,7 +53,8 @@ class OwnersState(StateAccess):
         owner = {index: rank for rank, indices in enumerate(held) for index in indices}
         states: dict[Any, Any] = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
         for index in sorted(owner):
-            entries = self.collective.broadcast_object(state.get(parameters[index]), src=owner[index])
+            own = {name: _sent(value) for name, value in state.get(parameters[index], {}).items()}
+            entries = self.collective.broadcast_object(own, src=owner[index])
             if self.collective.rank == 0:
                 states[index] = {name: _on_cpu(value) for name, value in entries.items()}
         return {"state": states, "param_groups": _numbered(optimizer)} if self.collective.rank == 0 else {}
@@ -82,10 +85,7 @@ def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]
     Cost: each rank receives shapes and dtypes, about 100 bytes for each tensor.
     """
     described = collective.all_gather_object(
-        {
-            index: {name: Spec.of(each) if isinstance(each, Tensor) else each for name, each in entries.items()}
-            for index, entries in mine.items()
-        }
+        {index: {name: _described(each) for name, each in entries.items()} for index, entries in mine.items()}
     )
     whole: dict[int, dict[str, Any]] = {}
     for rank, owned in enumerate(described):
@@ -95,11 +95,27 @@ def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]
     return dict(sorted(whole.items()))
 
 
+def _described(value: Any) -> Any:
+    whole = _sent(value)
+    if isinstance(whole, Wrapped):
+        return replace(whole, tensors={name: _described(each) for name, each in whole.tensors.items()})
+    return Spec.of(value) if isinstance(value, Tensor) else value
+
+
 def _shards(value: Any, rank: int) -> Any:
+    whole = _sent(value)
+    if isinstance(whole, Wrapped):
+        return replace(whole, tensors={name: _shards(each, rank) for name, each in whole.tensors.items()})
     if isinstance(value, Spec):
         return no_shards(value.shape, value.dtype)
     return replicated(value, (rank,)) if isinstance(value, Tensor) else value
 
 
+def _sent(value: Any) -> Any:
+    return taken_apart(value) if is_wrapper(value) else value
+
+
 def _on_cpu(value: Any) -> Any:
+    if isinstance(value, Wrapped):
+        return on_cpu(put_together(value))
     return value.detach().to("cpu") if isinstance(value, Tensor) else value
