@@ -60,7 +60,7 @@ class Checkpoints:
         if not blocking:
             return self._background.start(storage, content, after_commit)
         with self._progress(f"save {storage.path}") as advance:
-            saving.save(self._collective, storage, content, after_commit, advance)
+            saving.save(self._collective, storage, content, after_commit, advance, self._background.off_device)
         return PendingSave(storage.path)
 
     def wait(self) -> None:

@@ -7,7 +7,8 @@ has written, rank 0 commits and publishes the outcome, and all ranks return that
 ranks, and each rank may call it at any time. If a rank dies, the counter stays incomplete: the launcher ends the other
 ranks, and without a launcher that does, they raise after the timeout of the collectives.
 
-Memory: a buffer of the size of what this rank writes, reused by every save; pinned if tensors are on an accelerator.
+Memory: a buffer of the size of what this rank writes, reused by every save; pinned if tensors are on an accelerator,
+from which a blocking save copies in the same way.
 One save at a time: the next one waits for the previous one.
 """
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 NICENESS = 14
 """Niceness of the threads, on Linux. Where the loop keeps every core busy, they get 4 % of a core: their weight is 45,
 that of the loop 1024 (`sched_prio_to_weight` in Linux). 10: 10 %. 19: 1.5 %, and a save takes ten times as long."""
+_SECONDS_BETWEEN_SIGNALS = 1.0
 
 
 @final
@@ -66,7 +68,8 @@ class PendingSave:
 
         Raises: CheckpointError: it could not be written; the same on every rank.
         """
-        self._ended.wait()
+        while not self._ended.wait(_SECONDS_BETWEEN_SIGNALS):
+            pass  # a signal that arrives right before Python blocks is handled only once it wakes up
         self.is_reported = True
         if self._error is not None:
             raise self._error
@@ -111,6 +114,11 @@ class BackgroundSaves:
         )
         self._pending.start()
         return self._pending
+
+    def off_device(self, plan: Plan) -> Plan:
+        """The plan with its tensors on the host. It waits for a device once, and not for each tensor."""
+        shards = (part for sharded in plan.tensors.values() for _, part in sharded.shards)
+        return self._staging.copy(plan) if any(has_streams(part.device) for part in shards) else plan
 
     def finish(self) -> None:
         """Wait for the save that is running, if any. Raises: CheckpointError: it failed, and no `wait` has raised."""

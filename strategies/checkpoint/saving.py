@@ -41,17 +41,19 @@ def save(
     state: Any,
     after_commit: Callable[[], object] | None = None,
     advance: Advance = lambda done, total: None,
+    staged: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> None:
     """Save `state`, a nest of plain values, tensors and `TensorShards`, replacing the checkpoint at the path.
 
     Plain values and tensors are those of rank 0, which calls `after_commit` once the checkpoint is complete. `advance`
-    receives the progress of this rank. Ranks: all call it; it returns on all once the checkpoint is complete and on
-    disk.
+    receives the progress of this rank. `staged`: returns the plan with tensors that the host can read; by default the
+    host waits for each that is on a device. Ranks: all call it; it returns on all once the checkpoint is complete and
+    on disk.
     Raises: TypeError: rank 0's state has a value that cannot be saved. CheckpointError: on every rank, if any rank
     could not write; the previous checkpoint is untouched.
     """
     token = collective.broadcast_object(secrets.token_hex(4))
-    problem = attempt(lambda: write(storage, plan(state, collective.rank, token), advance))
+    problem = attempt(lambda: write(storage, staged(plan(state, collective.rank, token)), advance))
     refuse_together(collective, storage, problem, token)
     if collective.rank == 0:
         problem = attempt(lambda: finish(storage, token, collective.size, after_commit))

@@ -41,8 +41,8 @@ class Words(nn.Module):
 
 EMPTY = (
     r"`Words` was made empty, and bare.weight has no values yet. Load a checkpoint "
-    r"\(`fabric.load`\) before the first forward, or initialise what no checkpoint holds, or construct the "
-    r"module without `empty_init=True`."
+    r"\(`fabric.load`\) before the first forward, or give the module that has them a `reset_parameters` without "
+    r"arguments, or construct the model without `empty_init=True`."
 )
 
 
