@@ -37,7 +37,7 @@ def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str]
                 f"part of the weights, so that a file of it cannot be loaded. For a file, {INSTEAD}"
             )
 
-    handles = [part.register_state_dict_post_hook(hook) for part in module.modules()]
+    handles = [part.register_state_dict_post_hook(hook) for part in module.modules()]  # type: ignore[no-untyped-call]
     return lambda: [handle.remove() for handle in handles].clear()
 
 

@@ -350,7 +350,7 @@ def _left_out(value: Any, choose: Callable[[str, Any], bool] | None, access: Fin
                 if not choose(name, shown):
                     del content[name]
 
-    handle = uncompiled(value).register_state_dict_post_hook(leave_out)
+    handle = uncompiled(value).register_state_dict_post_hook(leave_out)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
