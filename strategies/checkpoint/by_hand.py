@@ -38,7 +38,12 @@ def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str]
             )
 
     handles = [part.register_state_dict_post_hook(hook) for part in module.modules()]  # type: ignore[no-untyped-call]
-    return lambda: [handle.remove() for handle in handles].clear()
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
 
 
 def _is_shard(tensor: Any, shape: tuple[int, ...] | None) -> bool:
