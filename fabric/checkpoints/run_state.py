@@ -105,15 +105,9 @@ def _adapter_configs(obj: Any) -> dict[str, Any]:
     configs = getattr(uncompiled(obj), "peft_config", None) if isinstance(obj, nn.Module) else None
     if not isinstance(configs, dict):
         return {}
-    texts = {
-        name: json.dumps(config.to_dict() | {"inference_mode": True}, default=_as_json)
-        for name, config in configs.items()
-    }
-    return {name: json.loads(text) for name, text in texts.items()}
-
-
-def _as_json(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else str(value)
+    values = {name: config.to_dict() | {"inference_mode": True} for name, config in configs.items()}
+    text = json.dumps(values, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+    return json.loads(text)  # type: ignore[no-any-return]
 
 
 def is_run(state: Any) -> bool:
