@@ -22,8 +22,7 @@ def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str]
 
     Returns a function that removes the hooks. A model that is not sharded gets none. Ranks: each on its own.
     """
-    shapes = access.shapes(module)
-    if not any(_is_shard(parameter, shapes.get(name)) for name, parameter in module.named_parameters()):
+    if not any(as_sharded(each) is not None or not each.numel() for each in module.parameters()):
         return lambda: None
     names: list[str] = []
 
@@ -57,4 +56,4 @@ def _is_called_by_a_library() -> bool:
     while frame is not None and frame.f_code.co_name in ("_is_called_by_a_library", "hook", "state_dict"):
         frame = frame.f_back
     name = "" if frame is None else frame.f_globals.get("__name__", "")
-    return name.startswith(("fabric.", "torch.distributed.", "deepspeed."))
+    return name.startswith(("fabric.", "torch.distributed.", "deepspeed.", "fairscale."))
