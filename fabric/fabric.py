@@ -403,7 +403,8 @@ class Fabric:
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Context: modules are created on the device that the strategy needs, in the precision's dtype. With
-        `empty_init=True` parameters are not initialised: load weights right after `setup`."""
+        `empty_init=True` parameters are not initialised here: those that are not loaded before `setup` are initialised
+        there, by `reset_parameters` of their submodules. Load a checkpoint before or after it."""
         return self.strategy.init_module(self._connected, empty=bool(empty_init))
 
     def init_tensor(self) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from fabric.loop.setup import SetUp
 from fabric.output.progress.checkpoint import checkpoint_progress
 from fabric.strategies.checkpoint import foreign, loading, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
+from fabric.strategies.checkpoint.by_hand import INSTEAD
 from fabric.strategies.checkpoint.errors import CheckpointEntryError, CheckpointError
 from fabric.strategies.checkpoint.mismatches import mismatches, table
 from fabric.strategies.checkpoint.snapshot import snapshot
@@ -137,7 +138,8 @@ class Checkpoints:
         wrong = rows if strict else [row for row in rows if not row.is_left_out]
         problem, kind = None, CheckpointError  # a class of it
         if wrong:
-            problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}\n{_OTHER_NAMES}")
+            hint = _NO_WEIGHTS if any(row.there == "(0,)" for row in wrong) else _OTHER_NAMES
+            problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}\n{hint}")
             if any(row.there == "missing" and row.entry in state for row in wrong):
                 kind = CheckpointEntryError
         loading.refuse_unread(self._collective, storage_of(path), problem, kind)
@@ -169,6 +171,10 @@ def _check_named(method: str, state: object) -> None:
         )
 
 
+_NO_WEIGHTS = (
+    "A file with empty tensors was written by hand from `model.state_dict()` of a sharded model. Where it was made, "
+    f"{INSTEAD}"
+)
 _OTHER_NAMES = (
     "Where a file has the same tensors under other names, rename them before `fabric.setup`: "
     "`module.load_state_dict({name.removeprefix('module.'): tensor for name, tensor in fabric.load(path).items()})`."

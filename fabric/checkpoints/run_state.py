@@ -1,6 +1,7 @@
 """What a checkpoint contains of a run besides the user's objects: the entry "fabric".
 
-Random generators, loss scales, schedulers, numbers of steps, and the positions of data loaders. Saving gathers the
+Random generators, loss scales, schedulers, numbers of steps, the positions of data loaders, and the configurations of
+peft's adapters, which `consolidate` writes. Saving gathers the
 states of the generators: each rank receives about 10 KB from every other. Of the tensors in positions only the shapes
 are sent: each rank writes its own. If the data was partitioned differently, ranks without a state of their own continue
 from that of rank 0.
@@ -8,6 +9,7 @@ from that of rank 0.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
@@ -18,7 +20,7 @@ from torch.optim import Optimizer
 from fabric.checkpoints.loader_positions import LoaderPositions
 from fabric.loop.seed import device_rngs
 from fabric.loop.setup import SetUp
-from fabric.strategies.checkpoint.state import is_stateful
+from fabric.strategies.checkpoint.state import is_stateful, uncompiled
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 from fabric.strategies.checkpoint.values import pointer
@@ -45,6 +47,7 @@ class RunState:
             "scalers": set_up.scalers(),
             "schedulers": [each for each in set_up.schedulers if id(each) not in named],
         }
+        self._adapters = {at: configs for at, each in objects.items() if (configs := _adapter_configs(each))}
         self._steps = {
             name: set_up.steps[each]
             for name, each in objects.items()
@@ -62,6 +65,7 @@ class RunState:
         return {
             "generators": [generators for generators, _ in of_ranks],
             "loaders": self._loaders.merged(positions),
+            "adapters": self._adapters,
             "steps": {name: counter.state_dict() for name, counter in self._steps.items()},
             **{kind: [each.state_dict() for each in objects] for kind, objects in self._stateful.items()},
         }
@@ -94,6 +98,16 @@ class RunState:
         states = entry["generators"]
         own = next((each for each in states if each["share"] == [share.index, share.count]), states[0])
         restore_generators(self._runtime, in_memory(own))
+
+
+def _adapter_configs(obj: Any) -> dict[str, Any]:
+    """What peft writes as `adapter_config.json` for each adapter of a model of it; of other objects nothing."""
+    configs = getattr(uncompiled(obj), "peft_config", None) if isinstance(obj, nn.Module) else None
+    if not isinstance(configs, dict):
+        return {}
+    values = {name: config.to_dict() | {"inference_mode": True} for name, config in configs.items()}
+    text = json.dumps(values, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+    return json.loads(text)  # type: ignore[no-any-return]
 
 
 def is_run(state: Any) -> bool:

@@ -20,6 +20,7 @@ from fabric.checks.steps import StepCounter
 from fabric.checks.unprepared import UnpreparedOptimizers
 from fabric.loop.accumulation import Accumulation
 from fabric.loop.weighting import ClosureLoss, Weighting
+from fabric.strategies.checkpoint.by_hand import report_shards
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
 from fabric.strategies.gradients.bare_parameters import (
     BareParameters,
@@ -28,6 +29,7 @@ from fabric.strategies.gradients.bare_parameters import (
 )
 from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.module.activation_checkpointing import recompute
+from fabric.strategies.module.deferred_init import initialize_empty
 from fabric.strategies.module.same_model import refuse_different_models
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
@@ -79,6 +81,7 @@ class SetUp:
         bare = self._in_no_module(optimizers, module)
         if runtime.device.type == "cpu" and runtime.collective.process_group is not None:
             _refuse_sync_batch_norm(module)
+        initialize_empty(module)
         if strategy.sets_up_one_model:
             refuse_different_models(runtime, module, fills_from_rank_zero=strategy.fills_from_rank_zero)
         with ExitStack() as stack:  # restores the module if the strategy raises
@@ -89,6 +92,7 @@ class SetUp:
         self._undo.callback(prepared.release)
         lack = strategy.lacks.get("later_optimizers") if runtime.world.size > 1 else None
         self._unprepared.add(uncompiled(prepared.module), before, self._undo, lack)
+        self._undo.callback(report_shards(uncompiled(prepared.module), prepared.state, runtime.report))
         self.models[prepared.module] = prepared
         for added in self._moments.model_set_up:
             added(prepared)

@@ -40,7 +40,8 @@ def consolidate(
     `name`: the entry of the saved state (`"model"`, `"models/critic"`); may be omitted if only one module was saved.
     `filter`: `(key, tensor) -> bool` selects tensors; the tensor is on the device "meta". It also receives entries that
     are no tensors (`_extra_state`), which only it can leave out. `adapter`: writes only this adapter of a `peft` model,
-    under the names that `peft` loads, as `adapter_model.safetensors`.
+    under the names that `peft` loads, as `adapter_model.safetensors`, and in a folder its `adapter_config.json`, if the
+    model was saved as one of `peft`: what `PeftModel.from_pretrained(base, out)` reads.
     Tied tensors are written once, under the first of their names; the header lists the other names.
     Memory: tensors that several ranks saved in parts, of one file at a time. All bytes are verified first.
     Raises: CheckpointError: there is no complete checkpoint, or it is damaged. ValueError: nothing is left to write, no
@@ -48,7 +49,8 @@ def consolidate(
     """
     with reading(path) as storage:
         checkpoint = Checkpoint.open(storage)
-        found = _modules(checkpoint.content())
+        content = checkpoint.content()
+        found = _modules(content)
     chosen = _chosen(found, name, storage.path)
     with reading(path):
         checkpoint.verify([chosen.split("/")[0]])
@@ -64,7 +66,13 @@ def consolidate(
             "`filter` that selects some, or another `name`."
         )
     kept, tied = _untied(tensors)
-    return _write(local_path(out), "model" if adapter is None else "adapter_model", kept, tied, max_shard_bytes)
+    place, stem = local_path(out), "model" if adapter is None else "adapter_model"
+    written = _write(place, stem, kept, tied, max_shard_bytes)
+    config = content.get(RUN, {}).get("adapters", {}).get(f"/{chosen}", {}).get(adapter)
+    if config is not None and place.suffix != SUFFIX:
+        Folder(place).commit("adapter_config.json", json.dumps(config, indent=2, sort_keys=True).encode())
+        written.append(place / "adapter_config.json")
+    return written
 
 
 def _modules(content: Any, at: tuple[str, ...] = ()) -> dict[str, Mapping[str, Any]]:

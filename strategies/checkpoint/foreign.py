@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fabric.strategies.checkpoint import safetensors
+from fabric.strategies.checkpoint.by_hand import INSTEAD
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.loading import refuse_unread
 from fabric.strategies.checkpoint.manifest import NAME
@@ -19,6 +20,7 @@ from fabric.strategies.checkpoint.safetensors import SUFFIX
 from fabric.strategies.checkpoint.saving import attempt
 from fabric.strategies.checkpoint.storage import local_path, replacing, storage_of
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.nests import tensors_in
 
 INDEX_SUFFIX = ".index.json"
@@ -114,20 +116,30 @@ def _unpickled(path: Path) -> Any:
     except OSError:
         raise
     except Exception as problem:
+        if _has_shards(path):
+            raise ValueError(_SHARDS) from None
         # Neither chained nor quoted: torch's message tells how to run the file's code.
         raise ValueError(_REFUSED.format(name=path.name, kind=type(problem).__name__)) from None
 
 
+def _has_shards(path: Path) -> bool:
+    """Whether a file that torch does not read has a DTensor, which it reads where that is imported (2 s)."""
+    try:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # no file of `torch.save`
+        return False
+    return any(name.endswith(".DTensor") for name in found)
+
+
 def _refuse_shards(content: Any) -> None:
     """Raise ValueError for a file with the shards of one rank: every rank would load them as its own."""
-    for tensor in tensors_in(content):
-        if type(tensor).__name__ == "DTensor":
-            raise ValueError(_SHARDS.format(shape=tuple(tensor.shape)))
+    if any(as_sharded(tensor) is not None for tensor in tensors_in(content)):
+        raise ValueError(_SHARDS)
 
 
 _SHARDS = (
-    "The file has a DTensor of shape {shape}: it contains only the shard of the rank that wrote it. Where the file was "
-    "made, call `fabric.save(path, {{'model': model}})` on all ranks, then `fabric.consolidate`."
+    "The file has DTensors: it was written by hand from `model.state_dict()` of a sharded model, and has only the "
+    f"shards of the rank that wrote it. Where it was made, {INSTEAD}"
 )
 _REFUSED = (
     "`{name}` is damaged, `torch.save` did not write it, or reading it would run code from the file, which is refused "

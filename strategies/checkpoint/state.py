@@ -8,15 +8,18 @@ between shards and plain state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from copy import copy
 from typing import Any, Protocol, TypeAlias, TypeGuard, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.stored import in_memory, mapped_module
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
+from fabric.strategies.checkpoint.wrappers import is_wrapper
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 RUN = "fabric"
@@ -149,7 +152,7 @@ class PlainState(StateAccess):
         return map_state(optimizer.state_dict(), lambda index, name, value: self._replicated(value))
 
     def _replicated(self, value: Any) -> Any:
-        is_replicated = len(self._replicas) > 1 and isinstance(value, Tensor)
+        is_replicated = len(self._replicas) > 1 and isinstance(value, Tensor) and not is_wrapper(value)
         return replicated(value, self._replicas) if is_replicated else value
 
 
@@ -220,7 +223,10 @@ def state_of(
             raise ValueError(
                 f"`filter` has {name!r}, but the state has {', '.join(map(repr, state))}. Use one of these names."
             )
-    read = {name: _read(name, value, access, loaders, gathered) for name, value in state.items()}
+    read = {}
+    for name, value in state.items():
+        with _left_out(value, (keep or {}).get(name), access):
+            read[name] = _read(name, value, access, loaders, gathered)
     return {name: _kept(name, value, (keep or {}).get(name)) for name, value in read.items() if value is not SKIPPED}
 
 
@@ -322,6 +328,33 @@ def _read(name: str, value: Any, access: FindAccess, loaders: LoaderAccess, gath
         entries = (_read(name, entry, access, loaders, gathered) for entry in value)
         return type(value)(None if entry is SKIPPED else entry for entry in entries)
     return value
+
+
+@contextmanager
+def _left_out(value: Any, choose: Callable[[str, Any], bool] | None, access: FindAccess) -> Iterator[None]:
+    """Within the context `state_dict()` of a module lacks what `choose` leaves out, so that nothing of it is gathered.
+
+    Names that the state has by wrappers of the strategy stay: `_kept` leaves them out.
+    """
+    if choose is None or not isinstance(value, nn.Module):
+        yield
+        return
+    shapes = access(uncompiled(value)).shapes(uncompiled(value))
+
+    def leave_out(module: nn.Module, content: dict[str, Any], prefix: str, _: Any) -> None:
+        for name, shape in shapes.items():
+            if not prefix and shape is not None and name in content:
+                shown = content[name]
+                if type(shown) not in (Tensor, nn.Parameter) or tuple(shown.shape) != shape:
+                    shown = torch.empty(shape, dtype=shown.dtype, device="meta")
+                if not choose(name, shown):
+                    del content[name]
+
+    handle = uncompiled(value).register_state_dict_post_hook(leave_out)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _kept(name: str, value: Any, choose: Callable[[str, Any], bool] | None) -> Any:

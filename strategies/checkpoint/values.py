@@ -2,7 +2,7 @@
 
 Preserved exactly: None, bool, int, float (with inf and nan), str, bytes, complex; lists, tuples, dictionaries with any
 of these as keys, sets; `torch.Size`, dtypes and devices; paths; NumPy scalars and arrays; the `_metadata` of a module's
-state. Types that JSON lacks are written as objects whose first key starts with "$".
+state; tensors that are made of tensors. Types that JSON lacks are written as objects whose first key starts with "$".
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from fabric.strategies.checkpoint.storage import buffer_of
+from fabric.strategies.checkpoint.wrappers import Wrapped, is_wrapper, put_together, taken_apart
+from fabric.strategies.tensors.chunk import whole
 
 Json: TypeAlias = Any
 Keep: TypeAlias = Callable[[str, Any], Json]
@@ -43,6 +45,12 @@ def encode(value: Any, keep: Keep, is_kept: Callable[[Any], bool], at: str = "")
 
     Raises: TypeError: a value cannot be saved; names its position.
     """
+    if is_wrapper(value):
+        value = taken_apart(value)
+    if isinstance(value, Wrapped):
+        inner = {"tensors": value.tensors, "context": value.context}
+        entry = {key: encode(each, keep, is_kept, pointer(at, key)) for key, each in inner.items()}
+        return {"$wrapper": value.kind, "size": value.size, "stride": value.stride, **entry}
     if is_kept(value):
         return keep(at, value)
     if value is None or type(value) in (bool, int, str):
@@ -156,6 +164,12 @@ def _read_ordered(json: Json, inner: Inner, _: Any) -> OrderedDict[Any, Any]:
     return read
 
 
+def _read_wrapper(json: Json, inner: Inner, _: Any) -> Tensor:
+    tensors = {name: tensor.kept(whole(tensor.shape)) for name, tensor in inner("tensors", json["tensors"]).items()}
+    context, size, stride = inner("context", json["context"]), json["size"], json["stride"]
+    return put_together(Wrapped(kind=json["$wrapper"], tensors=tensors, context=context, size=size, stride=stride))
+
+
 def _read_array(json: Json, _: Inner, tensor: Callable[[], Any]) -> Any:
     import numpy
 
@@ -185,6 +199,7 @@ _READERS: dict[str, Callable[[Json, Inner, Callable[[], Tensor]], Any]] = {
     "$path": lambda json, inner, tensor: Path(json["$path"]),
     "$array": _read_array,
     "$scalar": _read_scalar,
+    "$wrapper": _read_wrapper,
 }
 
 

@@ -6,7 +6,8 @@ A submodule with a `reset_parameters` fills its own tensors, in the order of `mo
 sharded: see `whole_draws.py`. A submodule without either gets tensors full of a marker value (NaN for floating point),
 and the first forward raises if it is still there. So any function may fill them until then (`fabric.load`, torch's
 `load_state_dict`, the user's own) without reporting it. Strategies that construct the module on the device replace the
-functions of `torch.nn.init` by ones that write the marker, and check it in the same way.
+functions of `torch.nn.init` by ones that write the marker. What nothing has filled before `setup` is then initialised
+in the same order, by the same functions (`initialize_empty`), and the rest is checked in the same way.
 """
 
 from __future__ import annotations
@@ -39,6 +40,26 @@ def leave_empty(tensor: Tensor) -> Tensor:
 
 
 _EMPTY = "_fabric_left_empty"
+
+
+def initialize_empty(module: nn.Module) -> None:
+    """Initialise the parameters that `leave_empty` marked and nothing has filled, and keep those that were loaded.
+
+    Draws as `reset_parameters` of the submodules does in plain PyTorch, in the order of `model.apply`.
+    """
+    inner = uncompiled(module)
+    marked = {part: _own_tensors(part, marked=True) for part in in_order_of_apply(inner)}
+    blank = {part: [name for name, tensor in own.items() if _is_empty(tensor)] for part, own in marked.items()}
+    for part in (part for part, names in blank.items() if names):
+        kept = {
+            tensor: tensor.detach().clone() for name, tensor in _own_tensors(part).items() if name not in blank[part]
+        }
+        if any(_call(part, method) for method in _RESET):
+            with torch.no_grad():
+                for tensor, values in kept.items():
+                    tensor.copy_(values)
+    if any(blank.values()) and all(len(names) == len(marked[part]) for part, names in blank.items()):
+        _call(inner, "init_weights")
 
 
 def refuse_empty(module: nn.Module, around: Around | None) -> Around | None:
@@ -122,8 +143,10 @@ def _have(names: list[str]) -> str:
     return f"{', '.join(names)} {'has' if len(names) == 1 else 'have'}"
 
 
-def _own_tensors(part: nn.Module) -> dict[str, Tensor]:
-    return {**dict(part.named_parameters(recurse=False)), **dict(part.named_buffers(recurse=False))}
+def _own_tensors(part: nn.Module, *, marked: bool = False) -> dict[str, Tensor]:
+    """The parameters and buffers of a submodule itself; `marked`: those that `leave_empty` flagged."""
+    found = {**dict(part.named_parameters(recurse=False)), **dict(part.named_buffers(recurse=False))}
+    return {name: tensor for name, tensor in found.items() if not marked or vars(tensor).get(_EMPTY, False)}
 
 
 def _marked(tensor: Tensor, device: torch.device) -> Tensor:

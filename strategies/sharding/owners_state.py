@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fabric.strategies.checkpoint.state import StateAccess, by_saved_index
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import no_shards, of_rank
+from fabric.strategies.checkpoint.wrappers import Wrapped, is_wrapper, on_cpu, put_together, taken_apart
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.owners import needs_owners, owners
@@ -79,9 +80,10 @@ class OwnersState(StateAccess):
         owner = {index: rank for rank, indices in enumerate(held) for index in indices}
         states: dict[Any, Any] = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
         for index in sorted(owner):
-            entries = self.collective.broadcast_object(state.get(parameters[index]), src=owner[index])
+            own = map_only_tensors(_sent, state.get(parameters[index]))
+            entries = self.collective.broadcast_object(own, src=owner[index])
             if self.collective.rank == 0:
-                states[index] = map_only_tensors(lambda tensor: tensor.detach().to("cpu"), entries)
+                states[index] = map_leaves(_on_cpu, entries, is_leaf=_is_whole)
         return {"state": states, "param_groups": _numbered(optimizer)} if self.collective.rank == 0 else {}
 
     def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -110,6 +112,7 @@ def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]
 
     Cost: each rank receives shapes and dtypes, about 100 bytes for each tensor.
     """
+    mine = map_only_tensors(_sent, mine)
     described = collective.all_gather_object(map_only_tensors(Spec.of, mine))
     whole: dict[int, dict[str, Any]] = {}
     for rank, owned in enumerate(described):
@@ -117,6 +120,20 @@ def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]
             of_rank(rank, mine) if rank == collective.rank else map_leaves(_elsewhere, owned, is_leaf=_is_spec)
         )
     return dict(sorted(whole.items()))
+
+
+def _sent(tensor: Tensor) -> Any:
+    return taken_apart(tensor) if is_wrapper(tensor) else tensor
+
+
+def _is_whole(leaf: Any) -> bool:
+    return isinstance(leaf, (Tensor, Wrapped))
+
+
+def _on_cpu(leaf: Any) -> Any:
+    if isinstance(leaf, Wrapped):
+        return on_cpu(put_together(leaf))
+    return leaf.detach().to("cpu") if isinstance(leaf, Tensor) else leaf
 
 
 def _is_spec(leaf: Any) -> bool:

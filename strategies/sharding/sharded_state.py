@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from fabric.strategies.checkpoint.state import StateAccess, by_saved_index, converts, map_state
 from fabric.strategies.checkpoint.stored import Stored, in_memory, is_extra_state
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
+from fabric.strategies.checkpoint.wrappers import is_wrapper, map_inner, on_cpu
 from fabric.strategies.tensors.chunk import whole as whole_chunk
-from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part, shard_like, whole
+from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part, own_part, shard_like, whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,9 +31,9 @@ def shard_state(name: str, value: Any, parameter: Tensor, existing: Any = None) 
     if not isinstance(value, Tensor) or as_sharded(value) is not None or as_sharded(parameter) is None:
         return value
     if value.shape == parameter.shape:
-        return shard_like(value, parameter)
+        return _shard(value, parameter)
     if as_sharded(existing) is not None and existing.shape == value.shape:
-        return shard_like(value, existing)
+        return _shard(value, existing)
     if value.numel() == 1:  # a step count
         return value
     raise ValueError(
@@ -92,7 +93,8 @@ class ShardedState(StateAccess):
 
         def kept(index: Any, name: str, value: Any) -> Any:  # a copy, because an optimizer keeps what it loads
             found = _stored_like(value, by_index.get(index), keep=True)
-            return found.clone() if isinstance(found, Tensor) and not isinstance(value, Stored) else found
+            is_new = isinstance(value, Stored) or is_wrapper(value)
+            return found.clone() if isinstance(found, Tensor) and not is_new else found
 
         states = map_state(content, kept)["state"]
         self.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": states})
@@ -116,17 +118,24 @@ class ShardedState(StateAccess):
         if not isinstance(value, Tensor):
             return value
         gathered = whole(value)
+        if is_wrapper(gathered):
+            return on_cpu(gathered)
         return gathered.detach().to("cpu") if self.keeps else torch.empty(0)
 
 
 def tensor_shards(value: Any, holders: Callable[[DeviceMesh, tuple[Placement, ...]], tuple[int, ...]]) -> Any:
-    """A DTensor as `TensorShards`; other values unchanged. `holders`: `_holders`, cached."""
+    """A DTensor as `TensorShards`; other values unchanged. `holders`: `_holders`, cached.
+
+    Shards of other classes (torchao's quantised states) know how they are put together: those are gathered.
+    """
     sharded = as_sharded(value)
     if sharded is None:
         return value
     chunk = local_chunk(sharded)
     with torch.no_grad():
         local = local_part(sharded).detach()
+    if is_wrapper(local):
+        return on_cpu(whole(value))
     assert tuple(local.shape) == chunk.shape, f"{tuple(local.shape)} is not {chunk}"
     shards = ((chunk, local),) if local.numel() else ()
     return TensorShards(
@@ -148,13 +157,26 @@ def _stored_like(value: Any, like: Any, *, keep: bool = False) -> Any:
     sharded = as_sharded(like)
     if not isinstance(value, Stored):  # from a file that was read as a whole
         fits = sharded is not None and isinstance(value, Tensor) and value.shape == sharded.shape
-        return shard_like(value, like) if fits and as_sharded(value) is None else value
+        return _shard(value, like) if fits and as_sharded(value) is None else value
     read = value.kept if keep else value.part
     if sharded is None or tuple(sharded.shape) != value.shape:
         return read(whole_chunk(value.shape))
     from torch.distributed.tensor import DTensor
 
     local = read(local_chunk(sharded)).to(local_part(like).device)
+    return DTensor.from_local(
+        local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+    )
+
+
+def _shard(value: Tensor, like: Tensor) -> Tensor:
+    """`shard_like`, also of tensors of other classes, which can be sliced where that cuts none of their blocks."""
+    sharded = as_sharded(like)
+    if sharded is None or not is_wrapper(value):
+        return shard_like(value, like)
+    from torch.distributed.tensor import DTensor
+
+    local = map_inner(lambda inner: inner.to(like.device, copy=True), own_part(value, sharded))
     return DTensor.from_local(
         local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )

@@ -30,11 +30,15 @@ def test_transformers_and_peft_load_what_was_exported_from_shards(tmp_path: Path
 
     adapted = training.make_model("llama_lora")
     folder = tmp_path / "adapter"
-    consolidate(tmp_path / "llama_lora" / "weights", folder, adapter="default")
-    adapted.peft_config["default"].save_pretrained(folder)
-    assert json.loads((folder / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    files = consolidate(tmp_path / "llama_lora" / "weights", folder, adapter="default")
+    assert [each.name for each in files] == ["adapter_model.safetensors", "adapter_config.json"]
+    adapted.save_pretrained(tmp_path / "by peft")
+    written, expected = (json.loads((at / "adapter_config.json").read_text()) for at in (folder, tmp_path / "by peft"))
+    others = {"target_modules": None, "auto_mapping": None}  # a set, in any order; what only `AutoPeftModel` reads
+    assert written | others == expected | others
+    assert set(written["target_modules"]) == set(expected["target_modules"])
     adapted.load_state_dict(weights["llama_lora"])
     again = PeftModel.from_pretrained(training.make_model("llama"), folder)
-    expected = get_peft_model_state_dict(adapted)
-    assert len(expected) == 8
-    torch.testing.assert_close(get_peft_model_state_dict(again), expected, rtol=0, atol=0)
+    state = get_peft_model_state_dict(adapted)
+    assert len(state) == 8
+    torch.testing.assert_close(get_peft_model_state_dict(again), state, rtol=0, atol=0)

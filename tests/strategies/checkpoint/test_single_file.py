@@ -91,7 +91,7 @@ def test_a_file_with_the_shards_of_one_rank_raises_on_loading(tmp_path: Path) ->
     fabric = Fabric(accelerator=ACCELERATOR, strategy="fsdp", devices=1)
     model = fabric.setup(nn.Linear(2, 2))
     torch.save({"net": [model.state_dict()]}, tmp_path / "by hand")
-    with pytest.raises(CheckpointError, match=r"The file has a DTensor of shape \(2, 2\)"):
+    with pytest.raises(CheckpointError, match="The file has DTensors: it was written by hand from"):
         fabric.load_raw(tmp_path / "by hand", model)
     fabric.close()
 

@@ -1,8 +1,9 @@
-"""A model that was made without values raises at its first forward until something has written them."""
+"""A model that was made without values: what nothing has loaded is initialised by its modules, or raises by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,15 @@ from torch.optim import SGD
 from fabric import Fabric
 
 
+class Bare(nn.Module):
+    """It initialises a parameter when it is made, and cannot do so again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+        nn.init.normal_(self.weight)
+
+
 class Words(nn.Module):
     """An embedding whose padding row is written when it is made, a layer, and what has values from the start."""
 
@@ -21,15 +31,16 @@ class Words(nn.Module):
         self.embed = nn.Embedding(7, 4, padding_idx=0)
         self.norm = nn.LayerNorm(4)
         self.out = nn.Linear(4, 3)
+        self.bare = Bare()
         self.gain = nn.Parameter(torch.ones(1))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.gain * self.out(self.norm(self.embed(tokens).mean(dim=1)))
+        x: Tensor = self.gain * self.out(self.norm(self.embed(tokens).mean(dim=1))) + self.bare.weight
         return x
 
 
 EMPTY = (
-    r"`Words` was made empty, and embed.weight, out.weight, out.bias have no values yet. Load a checkpoint "
+    r"`Words` was made empty, and bare.weight has no values yet. Load a checkpoint "
     r"\(`fabric.load`\) before the first forward, or give the module that has them a `reset_parameters` without "
     r"arguments, or construct the model without `empty_init=True`."
 )
@@ -63,6 +74,7 @@ def assigned(net: nn.Module) -> None:
 def reset(net: nn.Module) -> None:
     for part in net.modules():
         getattr(part, "reset_parameters", lambda: None)()
+    nn.init.ones_(net.bare.weight)  # type: ignore[union-attr, arg-type]
 
 
 def past_autograd(net: nn.Module) -> None:
@@ -88,13 +100,13 @@ def test_a_model_that_was_made_empty_trains_however_it_was_filled(
 def test_a_tensor_that_was_never_initialised_is_named_also_if_it_is_frozen() -> None:
     def all_but_one(net: nn.Module) -> None:
         state = Words().state_dict()
-        del state["out.weight"]
+        del state["bare.weight"]
         net.load_state_dict(state, strict=False)
         net.requires_grad_(False)
 
     with (
         Fabric(accelerator=ACCELERATOR, devices=1, strategy="single_device") as fabric,
-        pytest.raises(RuntimeError, match=r"`Words` was made empty, and out.weight has no values yet."),
+        pytest.raises(RuntimeError, match=r"`Words` was made empty, and bare.weight has no values yet."),
     ):
         trained(fabric, all_but_one, nothing)
 
@@ -108,3 +120,90 @@ def refused(fabric: Fabric) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded", "ddp_fully_sharded", "deepspeed_stage_2"])
 def test_a_model_that_nothing_filled_raises_with_its_names_on_every_rank(strategy: str) -> None:
     Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver").launch(refused)
+
+
+class Adapted(nn.Linear):
+    """LoRA with parameters of its own beside the weight, as litgpt has it."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.lora_a = nn.Parameter(torch.empty(2, 6))
+        self.lora_b = nn.Parameter(torch.empty(6, 2))
+        self.reset_adapter()
+
+    def reset_adapter(self) -> None:
+        nn.init.kaiming_uniform_(self.lora_a)
+        nn.init.zeros_(self.lora_b)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "lora_a"):  # not yet within `nn.Linear.__init__`
+            self.reset_adapter()
+
+
+class WithAdapters(nn.Module):
+    """Both kinds: parameters beside the weight, and submodules beside the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList([Adapted(), Adapted()])
+        self.lora_down, self.lora_up = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x) + x @ block.lora_a.T @ block.lora_b.T
+        return x + self.lora_up(self.lora_down(x))
+
+
+def base_state() -> dict[str, Tensor]:
+    """What the checkpoint holds: all but the adapters."""
+    torch.manual_seed(11)
+    return {name: tensor for name, tensor in WithAdapters().state_dict().items() if "lora" not in name}
+
+
+def fine_tuned(fabric: Fabric, path: str, is_loaded_before: bool) -> dict[str, Tensor]:
+    torch.manual_seed(5 if fabric.is_global_zero else 6)
+    with fabric.init_module(empty_init=True):
+        net = WithAdapters()
+    if is_loaded_before:
+        net.load_state_dict(torch.load(path), strict=False)
+    model, _ = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+    if not is_loaded_before:
+        fabric.load_raw(path, model, strict=False)
+    assert bool(model(torch.ones(2, 3, dtype=torch.long)).isfinite().all())
+    return fabric.state_dict(model)
+
+
+def expected_adapters() -> dict[str, Tensor]:
+    """All of plain PyTorch's draws, with what the checkpoint holds loaded over them."""
+    net = WithAdapters()
+    torch.manual_seed(5)
+    net.apply(lambda part: getattr(part, "reset_parameters", lambda: None)())
+    net.load_state_dict(base_state(), strict=False)
+    return net.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp", "ddp_sharded", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_what_a_checkpoint_does_not_hold_is_initialised_alike_under_every_strategy(
+    strategy: str, tmp_path: Path
+) -> None:
+    torch.save(base_state(), tmp_path / "base.pt")
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+    found = fabric.launch(fine_tuned, str(tmp_path / "base.pt"), False)
+    torch.testing.assert_close(found, dict(expected_adapters()), rtol=0, atol=0)
+
+
+def test_what_was_loaded_before_setup_stays_and_the_rest_is_initialised(tmp_path: Path) -> None:
+    torch.save(base_state(), tmp_path / "base.pt")
+    with Fabric(accelerator="cpu", devices=1, strategy="single_device") as fabric:
+        found = fine_tuned(fabric, str(tmp_path / "base.pt"), True)
+    base = base_state()
+    for name, tensor in found.items():
+        if name in base:
+            assert torch.equal(tensor, base[name]), name
+        else:
+            assert bool(tensor.isfinite().all()), name
+            assert bool(tensor.any()) == ("lora_b" not in name), name

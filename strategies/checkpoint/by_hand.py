@@ -1,0 +1,59 @@
+"""Files that a program writes by hand: `model.state_dict()` of a sharded model gives it shards, which is reported."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.tensors.dtensor import as_sharded
+
+INSTEAD = (
+    "write `fabric.save(path, {'model': model})`, or call `fabric.state_dict(model)` on every rank and save on rank 0 "
+    "what it gives."
+)
+
+
+def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str], None]) -> Callable[[], None]:
+    """Report, once, that the program itself has called `state_dict()` of a sharded model, or of a submodule.
+
+    Returns a function that removes the hooks. A model that is not sharded gets none. Ranks: each on its own.
+    """
+    if not any(as_sharded(each) is not None or not each.numel() for each in module.parameters()):
+        return lambda: None
+    names: list[str] = []
+
+    def hook(part: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        if names or prefix or _is_called_by_a_library():
+            return
+        names.extend(name for name, shape in access.shapes(part).items() if _is_shard(state.get(name), shape))
+        if names:
+            report(
+                f"`{type(part).__name__}.state_dict()`: the model is sharded, and {names[0]!r} has only this rank's "
+                f"part of the weights, so that a file of it cannot be loaded. For a file, {INSTEAD}"
+            )
+
+    handles = [part.register_state_dict_post_hook(hook) for part in module.modules()]  # type: ignore[no-untyped-call]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
+
+
+def _is_shard(tensor: Any, shape: tuple[int, ...] | None) -> bool:
+    """Whether this is not the tensor of this shape, but a part of it; None: it has none."""
+    return shape is not None and (tensor is None or as_sharded(tensor) is not None or tuple(tensor.shape) != shape)
+
+
+def _is_called_by_a_library() -> bool:
+    """Whether fabric, torch.distributed or a backend has called `state_dict`: they know what it gives."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name in ("_is_called_by_a_library", "hook", "state_dict"):
+        frame = frame.f_back
+    name = "" if frame is None else frame.f_globals.get("__name__", "")
+    return name.startswith(("fabric.", "torch.distributed.", "deepspeed.", "fairscale."))
