@@ -23,6 +23,7 @@ from fabric.checks.unprepared import UnpreparedOptimizers
 from fabric.loop.accumulation import Accumulation
 from fabric.loop.weighting import ClosureLoss, Weighting
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
+from fabric.strategies.data.apart import draw_apart
 from fabric.strategies.gradients.bare_parameters import (
     BareParameters,
     outside,
@@ -52,9 +53,12 @@ class SetUp:
         accumulation: Accumulation,
         weighting: Weighting,
         undo: ExitStack,
+        *,
+        draws_apart: bool,
     ) -> None:
+        """`draws_apart`: ranks that read different data draw different random numbers once a model is set up."""
         self._runtime, self._strategy, self._moments, self._undo = runtime, strategy, moments, undo
-        self._accumulation = accumulation
+        self._accumulation, self._draws_apart = accumulation, draws_apart
         self._closure_loss = ClosureLoss(runtime.collective, weighting)
         self.models: dict[nn.Module, Prepared] = {}
         self.optimizers: dict[Optimizer, StateAccess] = {}
@@ -94,7 +98,9 @@ class SetUp:
         self.models[prepared.module] = prepared
         for added in self._moments.model_set_up:
             added(prepared)
-        runtime.rank_rng.has_model = True
+        if self._draws_apart and runtime.share.count > 1:
+            self._draws_apart = False
+            draw_apart(runtime.share, runtime.collective.size, runtime.collective.start_add_numbers)
         self._add(dict.fromkeys(prepared.optimizers, prepared.state), bare, move=move)
         return prepared
 

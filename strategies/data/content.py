@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Sampler, StackDataset, Subset, TensorDataset
 
 from fabric.strategies.data import huggingface
-from fabric.strategies.data.rng import Rng, Streams, digest, mix
+from fabric.strategies.data.rng import Rng, digest, mix, preserved_rngs, read_all, seed_process
 from fabric.strategies.data.take import length_of
 from fabric.strategies.data.uneven import Votes
 
@@ -51,20 +51,24 @@ class Ranks:
     """Makes the `Votes` by which a loader agrees on its number of batches. None: not supported."""
 
 
-def agree_on_seed(own: list[Rng], number: int, ranks: Ranks) -> tuple[int, list[Any]]:
-    """The seed of rank 0, and the states of its generators `own`. No generator is drawn from or written.
+def agree_on_seed(
+    process: Mapping[str, Rng], own: Sequence[Rng], number: int, ranks: Ranks
+) -> tuple[int, dict[str, Any], list[Any]]:
+    """Rank 0's seed, and the states of its generators `process` and `own`. No generator is drawn from or written.
 
-    Ranks: all call it.
-
-    The seed depends on the state of torch's global generator, hence on `seed_everything`, and on `number`: see
-    `LoopProgress`.
+    Of loaders that are set up in the same state, the first has that of the process, and those after it others: `number`
+    counts them. Ranks: all call it.
     """
-    mine = mix("loader", number, digest(torch.default_generator.get_state())), [rng.read() for rng in own]
-    agreed: tuple[int, list[Any]] = mine if ranks.size == 1 else ranks.broadcast(mine)
+    seed = mix("loader", number, digest(torch.default_generator.get_state()))
+    with preserved_rngs():
+        if number:
+            seed_process(seed)
+        copies = {name: rng.read() for name, rng in process.items()}
+    agreed: tuple[int, dict[str, Any], list[Any]] = ranks.broadcast((seed, copies, read_all(own)))
     return agreed
 
 
-def agree_on_loader(described: Mapping[str, Any], own: list[Rng], ranks: Ranks) -> bool:
+def agree_on_loader(described: Mapping[str, Any], own: Sequence[Rng], ranks: Ranks) -> bool:
     """Check that all ranks have the same description; return whether the states of their generators are equal, too.
 
     Ranks: all call it. Raises: ValueError: on every rank, if descriptions differ.
@@ -129,7 +133,8 @@ def describe_order(items: Iterable[Any], dataset: object, seed: int) -> str | No
         duplicate = copy.deepcopy(items, {id(dataset): dataset})
     except (TypeError, NotImplementedError):
         return None
-    with Streams(mix(seed, "compared"), []).drawing():
+    with preserved_rngs():
+        seed_process(mix(seed, "compared"))
         first = list(islice(duplicate, NUM_COMPARED))
     return _shown(first, mix(first))
 
