@@ -57,24 +57,26 @@ class Losses:
 
     is_same_data: bool
     """Whether `data` is the same on all ranks."""
+    is_same_draw: bool
+    """Whether `drawn` is the same on all ranks."""
     num_nonfinite: int
 
 
-def compare(collective: Collective, facts: Facts, loss: float, data: str, when: str, since: str) -> Losses:
-    """Raise SanitizerError on every rank unless all agree. Ranks: all. Cost: an all-reduce of five numbers.
+def compare(collective: Collective, facts: Facts, loss: float, data: str, drawn: str, when: str, since: str) -> Losses:
+    """Raise SanitizerError on every rank unless all agree. Ranks: all. Cost: an all-reduce of seven numbers.
 
-    `data`: what should differ where ranks read different samples.
+    `data` and `drawn`: what should differ where ranks read different samples.
     """
     rank = collective.rank
     everyone = tuple(range(collective.size))
     total = sum(_coefficient(fact.holders, rank) * value.digest for fact, value in facts.items()) % 2**64
-    losses = _coefficient(everyone, rank) * digest_of_text(data) % 2**64
-    numbers = [total % 2**32, total >> 32, losses % 2**32, losses >> 32, not math.isfinite(loss)]
-    sums = collective.all_reduce(torch.tensor(numbers, dtype=torch.float64), "sum").tolist()
-    differing, differing_losses = ((int(sums[i]) + (int(sums[i + 1]) << 32)) % 2**64 for i in (0, 2))
+    texts = [_coefficient(everyone, rank) * digest_of_text(text) % 2**64 for text in (data, drawn)]
+    numbers = [half for each in (total, *texts) for half in (each % 2**32, each >> 32)]
+    sums = collective.all_reduce(torch.tensor([*numbers, not math.isfinite(loss)], dtype=torch.float64), "sum").tolist()
+    differing, data_differs, draws_differ = ((int(sums[i]) + (int(sums[i + 1]) << 32)) % 2**64 for i in (0, 2, 4))
     if differing:
         raise SanitizerError(_first_difference(collective, facts, when, since))
-    return Losses(is_same_data=not differing_losses, num_nonfinite=int(sums[4]))
+    return Losses(is_same_data=not data_differs, is_same_draw=not draws_differ, num_nonfinite=int(sums[6]))
 
 
 def digest_of_text(text: str) -> int:

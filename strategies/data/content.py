@@ -4,29 +4,33 @@ If ranks had different loaders, samples would be read twice or never, silently; 
 compared. Cost: a broadcast from rank 0 and an all-reduce of one number at set-up; descriptions of all ranks are
 gathered only for the error. Nothing is sent later.
 
-No sample is loaded. A description has what can be read without that: indices of subsets, rows of tensors and lists,
-rows of Arrow tables, fields of torch's samplers. A custom dataset is described by its type and length alone, because
-`__getitem__` could open files that workers must not inherit. A custom sampler is copied, and the copy is drawn from.
+No sample is loaded, but for the first one of a stream that ranks would split. A description has what can be read
+without that: indices of subsets, rows of tensors and lists, rows of Arrow tables, fields of torch's samplers. A custom
+dataset is described by its type and length alone, because `__getitem__` could open files that workers must not inherit.
+A custom sampler is copied, and the copy is drawn from.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Sampler, StackDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Sampler, StackDataset, Subset, TensorDataset
 
 from fabric.strategies.data import huggingface
 from fabric.strategies.data.rng import Rng, digest, mix, preserved_rngs, read_all, seed_process
 from fabric.strategies.data.take import length_of
 from fabric.strategies.data.uneven import Votes
+from fabric.strategies.tensors.digest import digest_of_all
+from fabric.strategies.tensors.nests import is_tensor, leaves_in, opened
 
 NUM_COMPARED = 256
 """How many items of a custom sampler are compared."""
@@ -159,6 +163,31 @@ def describe_value(value: Any, depth: int = 4) -> str:
     if depth and isinstance(value, (list, tuple)):
         return f"{len(value)}{[describe_value(entry, depth - 1) for entry in value[:NUM_ROWS]]}"
     return describe_dataset(value) if huggingface.is_map_style(value) else type(value).__qualname__
+
+
+def describe_first_sample(parts: Iterable[object], dataset: IterableDataset[Any], seed: int) -> str:
+    """A digest of the first sample of a stream; "" if reading it could use up what the stream reads.
+
+    `parts`: the objects through which it is read. It is read from a copy, with equal generators on all ranks, whose
+    states are restored.
+    """
+    holders = [getattr(part, "__dict__", {}).values() for part in parts]
+    if any(isinstance(value, Iterator) for value in (dataset, *chain.from_iterable(holders))):
+        return ""
+    with preserved_rngs():
+        seed_process(mix(seed, "compared"))
+        first = next(iter(copy.copy(dataset)), None)
+    leaves = leaves_in(first, lambda leaf: is_tensor(leaf) or opened(leaf) is None)
+    return f"{mix([_digest_of_leaf(leaf) for leaf in leaves]):016x}"
+
+
+def _digest_of_leaf(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype}{tuple(leaf.shape)}{digest_of_all([leaf])}"
+    try:
+        return digest(leaf).hex()
+    except (TypeError, AttributeError, pickle.PicklingError):
+        return type(leaf).__qualname__
 
 
 def _fields(sampler: object) -> list[tuple[str, Any]]:

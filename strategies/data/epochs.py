@@ -294,7 +294,7 @@ class Order:
 
     def _by_name(self, states: list[Any]) -> dict[str, Any]:
         num = len(self._process)
-        return {"process": dict(zip(self._process, states[:num], strict=True)), "generators": states[num:]}
+        return {"process": dict(zip(self._process, states, strict=False)), "generators": states[num:]}
 
     def state_dict(self, *, is_mid_epoch: bool = True) -> dict[str, Any]:
         """The position of the loop: within its epoch, or at the start of the next one; there always, if not
@@ -308,8 +308,8 @@ class Order:
         return state | self._now()
 
     def _state_of(self, epoch: Epoch) -> dict[str, Any]:
-        begun = epoch.streams.begun or epoch.streams.start or []
-        state = {"seed": epoch.seed, "epoch": epoch.number, **asdict(epoch.position), **self._by_name(begun)}
+        begun = self._by_name(epoch.streams.begun or [])
+        state = {"seed": epoch.seed, "epoch": epoch.number, **asdict(epoch.position), **begun}
         if not self.is_shared:
             return state | {"ahead": epoch.num_fetched, "following": self._now()}
         is_settled = epoch.counted and self._unsettled is not epoch

@@ -94,5 +94,8 @@ class PreparedStream(IterableDataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def announce(self, epoch: Epoch) -> None:
-        """Set the seed of the next iteration. Called in the process that iterates, not in a worker."""
-        self.seed.fill_(mix("stream", epoch.seed, epoch.number))
+        """Called in the process that iterates, not in a worker, before torch draws the seed of the workers."""
+        if self.order is None:
+            epoch.streams.begin()
+        if self.is_reseeded:
+            self.seed.fill_(mix("stream", epoch.seed, epoch.number))

@@ -17,8 +17,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, SequentialSampler
 
 from fabric.launchers.process.os_process import num_cores
+from fabric.strategies.data import huggingface
 from fabric.strategies.data.batch_sampler import MOST_STEPS, IndexSource, index_source, indices_of
-from fabric.strategies.data.content import Ranks, agree_on_loader, agree_on_seed, describe, describe_dataset, is_torchs
+from fabric.strategies.data.content import (
+    Ranks,
+    agree_on_loader,
+    agree_on_seed,
+    describe,
+    describe_dataset,
+    describe_first_sample,
+    is_torchs,
+)
 from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch
 from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.iterable import PreparedStream, SplitStream, split_stream
@@ -27,7 +36,7 @@ from fabric.strategies.data.partition import Cut, RoundRobinCut, SampleCut
 from fabric.strategies.data.positions import own_position
 from fabric.strategies.data.rng import Rng, own_rngs, process_rngs, torch_rng, write_all
 from fabric.strategies.data.share import Share, Uneven, Use
-from fabric.strategies.data.split import split_of
+from fabric.strategies.data.split import parts_of, split_of
 from fabric.strategies.data.take import length_of
 from fabric.strategies.data.transfer import Carry, one_ahead, one_by_one
 from fabric.strategies.data.uneven import Agreement
@@ -277,7 +286,7 @@ def _described(loader: DataLoader[Any]) -> dict[str, Any]:
 
 def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup: _Setup) -> Reading:
     share, batch_size = setup.share, loader.batch_size
-    order, _, _ = _order(process_rngs(), loader, setup, shuffles=True)
+    order, seed, _ = _order(process_rngs(), loader, setup, shuffles=True)
     if order.is_shared:
         described = {"dataset": describe_dataset(dataset), "length": length_of(dataset)}
         described |= _described(loader) | {"num_workers": loader.num_workers}
@@ -287,6 +296,12 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
         part = split_stream(dataset, share)
         if isinstance(part, SplitStream):
             return _own_part(loader, part, setup, start)
+        if not huggingface.is_iterable(dataset):
+            first = describe_first_sample(parts_of(loader), dataset, seed)
+            if not setup.ranks.same(first):
+                name = type(dataset).__name__
+                setup.report(_SPLITS_ITSELF.format(name=name))
+                return replace(_own(loader, setup), agreement=_equal_batches(loader, name, setup, exact=False))
         setup.report(part)
     cut: Cut = RoundRobinCut(share=share, uneven=setup.uneven)
     if batch_size is not None:
@@ -303,6 +318,12 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
         epochal=_epochal(loader, source),
         begin=(setup.progress.restart_numbers,),
     )
+
+
+_SPLITS_ITSELF = (
+    "The first samples of the ranks' `{name}` differ, so it is taken as split over the ranks, and each rank reads all "
+    "of its own. If it is one stream, which the ranks are to split, seed alike what it shuffles by."
+)
 
 
 def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start: WorkerStart) -> Reading:

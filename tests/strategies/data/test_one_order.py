@@ -98,8 +98,12 @@ def test_one_process_reads_and_draws_as_plain_torch(name: str, workers: dict[str
         assert train(fabric.setup_dataloaders(loader), draws=draws) == expected
 
 
+INDEXED = [name for name in LOADERS if name != "stream"]
+"""Two workers of one process read the batches of a stream in turn, which are larger than those of a rank."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in LOADERS if name != "stream"])
+@pytest.mark.parametrize("name", INDEXED)
 def test_workers_that_are_kept_change_no_order(name: str) -> None:
     fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     seed(7)
@@ -109,12 +113,15 @@ def test_workers_that_are_kept_change_no_order(name: str) -> None:
     assert train(loader, draws=True) == expected
 
 
-@pytest.mark.parametrize("workers", [{}, pytest.param({"num_workers": 2}, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        *[(name, {}) for name in LOADERS],
+        *[pytest.param(name, {"num_workers": 2}, marks=pytest.mark.slow) for name in INDEXED],
+    ],
+)
 def test_ranks_read_the_global_batches_of_one_process(name: str, count: int, workers: dict[str, Any]) -> None:
-    if name == "stream" and workers:
-        pytest.skip("workers of one process read batches of another size in turn")
     seed(7)
     plain = LOADERS[name](batch_size=4 * count, **workers)
     expected = [[sample for batch in plain for sample in batch.tolist()] for _ in range(3)]
