@@ -52,6 +52,7 @@ def share_loader(
         progress=runtime.loader_numbers,
         report=runtime.report,
         carry=runtime.carry,
+        draw_apart=runtime.draw_apart,
     )
 
 

@@ -23,7 +23,6 @@ from fabric.checks.unprepared import UnpreparedOptimizers
 from fabric.loop.accumulation import Accumulation
 from fabric.loop.weighting import ClosureLoss, Weighting
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
-from fabric.strategies.data.apart import draw_apart
 from fabric.strategies.gradients.bare_parameters import (
     BareParameters,
     outside,
@@ -98,9 +97,8 @@ class SetUp:
         self.models[prepared.module] = prepared
         for added in self._moments.model_set_up:
             added(prepared)
-        if self._draws_apart and runtime.share.count > 1:
-            self._draws_apart = False
-            draw_apart(runtime.share, runtime.collective.size, runtime.collective.start_add_numbers)
+        if self._draws_apart:
+            runtime.apart.agree(runtime.share, runtime.collective.size, runtime.collective.start_add_numbers)
         self._add(dict.fromkeys(prepared.optimizers, prepared.state), bare, move=move)
         return prepared
 

@@ -58,6 +58,7 @@ def process_dataloader(
     progress: LoopProgress,
     report: Callable[[str], None],
     carry: Carry | None = None,
+    draw_apart: Callable[[], None] = lambda: None,
     uneven: Uneven | None = None,
     in_step: bool = False,
 ) -> DeviceLoader:
@@ -67,7 +68,7 @@ def process_dataloader(
     the same order from the same random numbers. Data that is split for this rank already (`DistributedSampler`,
     `split_dataset_by_node`: see `split.py`) is not split again. `progress` tells apart loaders that are set up in the
     same random state. `report` shows a warning, on one rank. `carry`: moves batches to the device, if that has a way of
-    its own. `in_step`: all ranks need equal numbers of batches in
+    its own. `draw_apart`: called before each iteration. `in_step`: all ranks need equal numbers of batches in
     evaluation too.
     Raises: ValueError: the data cannot be distributed, is split for another rank or another number of ranks, or ranks
     have different loaders. TypeError: `loader` is not iterable.
@@ -120,6 +121,7 @@ def process_dataloader(
         carry=carry or (one_ahead if ahead else one_by_one),
         report=report,
         progress=progress,
+        begin=(draw_apart, *reading.begin),
         trains=use == "train",
         resumes_left=use in ("train", "predict"),
     )

@@ -89,18 +89,24 @@ def attach_scaler(scaler: LossScaler | None, optimizers: Sequence[Optimizer]) ->
 
 
 def with_precision(runtime: Runtime, around: Around | None) -> Around | None:
-    """`around` with autocast or casts of the precision."""
+    """`around` with autocast or casts of the precision. Ranks draw apart from the first call on."""
     precision, device = runtime.precision, runtime.device
     inner: Around = around or (lambda function, args, kwargs: function(*args, **kwargs))
 
+    def forward_plain(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runtime.draw_apart()
+        return inner(function, args, kwargs)
+
     def forward_mixed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runtime.draw_apart()
         with autocast(precision, device):
             return inner(function, args, kwargs)
 
     def forward_true(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runtime.draw_apart()
         with runtime.new_tensors:
             return inner(function, *cast_inputs(precision, (args, kwargs)))
 
     if not precision.is_mixed and not casts(precision):
-        return around
+        return around if runtime.share.index == 0 else forward_plain
     return forward_mixed if precision.is_mixed else forward_true

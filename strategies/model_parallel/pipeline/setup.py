@@ -123,6 +123,7 @@ class PipelineGradientSync(GradientSync):
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.peers)  # not all ranks: other stages may have no empty tensors
         self.additions.refuse()
+        self.runtime.draw_apart()
         with self.unsynced():  # those of the schedule are not the user's backward
             return self.stages.forward(function, args, kwargs)
 
