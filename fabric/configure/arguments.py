@@ -6,12 +6,21 @@ Only arguments that Python or torch would misinterpret are checked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, TypedDict, get_args
 
 from torch import nn
 from torch.optim import Optimizer
 
 from fabric.strategies.data.share import Uneven, Use
+
+
+class LoaderOptions(TypedDict, total=False):
+    """The options of `setup_dataloaders`."""
+
+    use_distributed_sampler: bool
+    move_to_device: bool
+    use: Use | None
+    uneven: Uneven | None
 
 
 def check_module(module: object) -> None:
