@@ -89,7 +89,8 @@ def index_source(
 ) -> tuple[str, IndexSource]:
     """The attribute to replace on the copy of a map-style loader (`sampler`, `batch_sampler`), and its new value."""
     name, items = indices_of(loader)
-    replaced, cut = getattr(loader, name), RoundRobinCut(share=share, uneven=uneven)
+    replaced = getattr(loader, name)
+    cut: Cut = RoundRobinCut(share=share, uneven=uneven)
     if isinstance(replaced, BatchSampler) and items is replaced.sampler:
         cut = SampleCut(share=share, uneven=uneven, batch_size=replaced.batch_size, drop_last=replaced.drop_last)
     elif name == "batch_sampler":

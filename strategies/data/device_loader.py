@@ -15,6 +15,7 @@ from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import PreparedStream
 from fabric.strategies.data.loop_progress import Iteration, LoopProgress
+from fabric.strategies.data.partition import Cut
 from fabric.strategies.data.positions import Resumable
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
@@ -150,7 +151,7 @@ class DeviceLoader:
         """The number of this rank's batches. TypeError where the user's loader has no length."""
         reading = self._reading
         if reading.stream is not None:
-            return reading.stream.cut.length(len(reading.stream.dataset))  # type: ignore[arg-type]
+            return self._cut_of_items().length(len(reading.stream))
         return len(reading.source if reading.index is None else reading.index)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
@@ -282,12 +283,15 @@ class DeviceLoader:
     def _cut(self) -> dict[str, int | None]:
         """How the order is divided into steps; `step`: number of items in each."""
         reading = self._reading
-        reads = reading.index if reading.stream is None else reading.stream
-        assert reads is not None
-        assert reads.cut is not None
-        cut = reads.cut
+        cut = self._cut_of_items()
         items = reading.index.items if reading.index is not None and cut.keeps_samples else None
         return {"ranks": cut.share.count, "step": cut.reads[1], "items": length_of(items)}
+
+    def _cut_of_items(self) -> Cut:
+        reads = self._reading.index if self._reading.stream is None else self._reading.stream
+        assert reads is not None  # an order has one of them
+        assert reads.cut is not None
+        return reads.cut
 
     def _recut(self, order: dict[str, Any], saved: dict[str, int | None]) -> dict[str, Any]:
         """The saved position, in steps of this loader. Raises ValueError if no step ends there."""

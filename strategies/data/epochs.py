@@ -109,9 +109,8 @@ class Part(NamedTuple):
 class Epoch:
     """One iteration over a loader: the number of its epoch, its random streams, and the items drawn from them.
 
-    `begun_at`: where the iteration begins. `num_ahead`: the parts
-    after that which the saved run had drawn. `counted`: the number is used up, so the next iteration is the next epoch.
-    `over`: all batches were received.
+    `begun_at`: where the iteration begins. `num_ahead`: how many parts after that the saved run had drawn. `counted`: the
+    number is used up, so the next iteration is the next epoch. `over`: all batches were received.
     """
 
     def __init__(
@@ -287,6 +286,7 @@ class Order:
                 rng.write(end)
 
     def _after(self, epoch: Epoch) -> dict[str, Any]:
+        """The states after this epoch, from which the next one is drawn."""
         drawn = epoch.drawn
         if drawn is not None and self._seed_workers is not None and drawn.sized:
             drawn.finish()

@@ -199,8 +199,9 @@ def _whole(loader: Iterable[Any]) -> Reading:
 def _reseeded(reading: Reading, source: DataLoader[Any]) -> Reading:
     """The same, with a seed for each epoch if persistent workers read a stream."""
     dataset = source.dataset
-    is_stream = isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe)
-    if not is_stream or not source.persistent_workers or reading.position is not None:
+    if not isinstance(dataset, IterableDataset) or isinstance(dataset, IterDataPipe):
+        return reading
+    if not source.persistent_workers or reading.position is not None:
         return reading
     stream = PreparedStream(dataset, None, is_reseeded=True)
     source.__dict__["dataset"] = stream  # a copy, which has no workers yet
@@ -260,16 +261,17 @@ def _order(
     process: Mapping[str, Rng], loader: Iterable[Any], setup: _Setup, *, shuffles: bool
 ) -> tuple[Order, int, list[Any]]:
     """The order of a loader, the seed on which its ranks have agreed, and the states of rank 0's own generators."""
-    is_loader = isinstance(loader, DataLoader)
-    own = own_rngs(loader) if is_loader else []
+    own = own_rngs(loader) if isinstance(loader, DataLoader) else []
+    keeps_workers = isinstance(loader, DataLoader) and loader.persistent_workers
+    generator = loader.generator if isinstance(loader, DataLoader) else None
     if setup.ranks.size == 1:
-        return Order(0, process, own, copies=None, keeps_workers=is_loader and loader.persistent_workers), 0, []
+        return Order(0, process, own, copies=None, keeps_workers=keeps_workers), 0, []
     number = setup.progress.next_number(shuffles=shuffles)
     seed, copies, states = agree_on_seed(process, own, number, setup.ranks)
     known = {name: rng for name, rng in process.items() if name in copies}
 
     def seed_workers() -> None:
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
 
     order = Order(
         seed,
@@ -277,7 +279,7 @@ def _order(
         own,
         copies={name: copies[name] for name in known},
         seed_workers=seed_workers if _has_indices(loader) else None,
-        keeps_workers=is_loader and loader.persistent_workers,
+        keeps_workers=keeps_workers,
     )
     return order, seed, states
 
