@@ -1,10 +1,10 @@
 """Different random numbers on ranks that read different data.
 
 Ranks seeded alike initialise equal weights and make equal data. After that, dropout, noise and augmentation must differ
-between shares of the data, and be equal on ranks that hold parts of one model. So ranks part once: `setup` finds which
-generators all ranks have in the same state, and at the next batch of a prepared loader or forward, whichever is first,
-each share but the first seeds them from that state and its index. Seeds that the program sets stand: those that differ
-by rank, and those set after `setup`.
+between shares of the data, and be equal on ranks that hold parts of one model. So ranks part once after `setup`: it
+finds which generators all ranks have in the same state, and at the next batch of a prepared loader or forward, each
+share but the first seeds them from that state and its index. Seeds that the program sets stand: those that differ by
+rank, and those set after `setup`.
 """
 
 from __future__ import annotations
@@ -21,35 +21,33 @@ from fabric.strategies.data.share import Share
 
 @final
 class DrawsApart:
-    """Parts the generators of one rank from those of other shares, once."""
+    """Parts the generators of one rank from those of other shares."""
 
     def __init__(self) -> None:
-        self._is_agreed = False
-        self._states: dict[str, bytes] | None = None
-        """The generators to seed, with digests of their common states; None: there is nothing to do."""
+        self._states: dict[str, bytes] = {}
+        """The generators to seed, with digests of their common states."""
         self._seeded = (0, False)
 
     def agree(
         self, share: Share, num_ranks: int, start: Callable[[Sequence[float]], Callable[[], Sequence[float]]]
     ) -> None:
-        """Find which generators are in the same state on all ranks, the first time. Ranks: all. `start`: as that of
-        `Votes`."""
-        if self._is_agreed or share.count == 1:
+        """Find which generators are in the same state on all ranks. Ranks: all. `start`: as that of `Votes`."""
+        if share.count == 1:
             return
-        self._is_agreed, self._seeded = True, _seeded()
+        self._seeded = _seeded()
         rngs = process_rngs()
         states = {name: digest(rngs[name].read()) if name in rngs else b"" for name in ("torch", "python", "numpy")}
         mine = [zlib.crc32(state) for state in states.values()]
         equal = [total == number * num_ranks for number, total in zip(mine, start(mine)(), strict=True)]
         if share.index:
             found = zip(states.items(), equal, strict=True)
-            self._states = {name: state for (name, state), is_equal in found if is_equal and state}
+            self._states |= {name: state for (name, state), is_equal in found if is_equal and state}
 
     def part(self, share: Share) -> None:
         """Seed the generators that were found; if the program has seeded torch's since, only those as they were."""
-        if self._states is None:
+        if not self._states:
             return
-        states, self._states = self._states, None
+        states, self._states = self._states, {}
         is_seeded = _seeded() not in (self._seeded, (self._seeded[0], False))
         for name, state in states.items():
             rng, seed = process_rngs()[name], mix("share", state, share.index)

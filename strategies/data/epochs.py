@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, final
 
 import torch
 
-from fabric.strategies.data.rng import Rng, Streams, digest, mix, preserved_rngs, read_all, seed_process, write_all
+from fabric.strategies.data.rng import Rng, Streams, digest, mix, preserved_rngs, read_all, write_all
 from fabric.strategies.data.take import length_of, once
 
 T = TypeVar("T")
@@ -109,8 +109,8 @@ class Part(NamedTuple):
 class Epoch:
     """One iteration over a loader: the number of its epoch, its random streams, and the items drawn from them.
 
-    `begun_at`: where the iteration begins. `num_ahead`: how many parts after that the saved run had drawn. `counted`: the
-    number is used up, so the next iteration is the next epoch. `over`: all batches were received.
+    `begun_at`: where the iteration begins. `num_ahead`: how many parts after that the saved run had drawn. `counted`:
+    the number is used up, so the next iteration is the next epoch. `over`: all batches were received.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Epoch:
         begun_at: Position,
         *,
         num_ahead: int = 0,
-        seed_workers: Callable[[], object] | None = None,
+        seed_workers: Callable[[int], object] | None = None,
     ) -> None:
         """`seed_of_rank`: what this rank's generator was seeded with last, if ranks share the order. `seed_workers`:
         draws what torch has drawn before its sampler does."""
@@ -191,7 +191,7 @@ class Epoch:
                 self.streams.restart()
             self.drawn = Drawn(items, self.streams, reads, most_steps=most_steps, eager=eager)
             if self._seed_workers is not None:
-                self._seed_workers()
+                self._seed_workers(self.number)
         return iter(self.drawn)
 
 
@@ -206,13 +206,13 @@ class Order:
         own: Sequence[Rng],
         *,
         copies: dict[str, Any] | None,
-        seed_workers: Callable[[], object] | None = None,
+        seed_workers: Callable[[int], object] | None = None,
         keeps_workers: bool = False,
     ) -> None:
         """`process`: the generators of the process that the order is drawn from. `own`: the sampler's. `copies`: the
         states of `process` from which ranks draw that have one order; None: from the generators as they are.
-        `seed_workers`: of samplers; draws a seed when each epoch begins, or the first alone, if the loader
-        `keeps_workers`."""
+        `seed_workers`: of samplers; draws what torch draws when the epoch of this number begins. `keeps_workers`:
+        whether torch draws that in the first epoch alone."""
         self.seed, self.own, self.epoch = seed, own, 0
         self._process, self._copies, self._first = process, copies, copies or {}
         self._next = 0
@@ -290,7 +290,8 @@ class Order:
         drawn = epoch.drawn
         if drawn is not None and self._seed_workers is not None and drawn.sized:
             drawn.finish()
-        return self._by_name(epoch.streams.ended(complete=drawn is None or drawn.ended))
+        is_complete = drawn is None or drawn.ended  # otherwise ranks may have drawn different numbers of items
+        return self._by_name(epoch.streams.states if is_complete else self._seeded(epoch.number + 1))
 
     def _by_name(self, states: list[Any]) -> dict[str, Any]:
         num = len(self._process)
@@ -350,9 +351,15 @@ class Order:
         """The states from which an epoch is drawn that is not the next one."""
         if self.epoch == 0:
             return self._first
-        with preserved_rngs():
-            seed_process(mix(self.seed, self.epoch))
-            return {name: rng.read() for name, rng in self._process.items()}
+        return dict(zip(self._process, self._seeded(self.epoch), strict=False))
+
+    def _seeded(self, number: int) -> list[Any]:
+        """The states of all generators, seeded by the number of an epoch."""
+        rngs = [*self._process.values(), *self.own]
+        with preserved_rngs(self.own):
+            for rng in rngs:
+                rng.seed(mix(self.seed, number))
+            return read_all(rngs)
 
     def _epoch(self, begun_at: Position) -> Epoch:
         start: list[Any] | None = None
@@ -369,20 +376,13 @@ class Order:
             begun = read_all([*process.values(), *self.own])  # a resumed run starts workers, and torch draws their seed
         if self._copies is not None:
             start, seed = [*self._copies.values(), *read_all(self.own)], self.seed
-        seed_workers = self._seed_workers
-        if seed_workers is not None and self._keeps_workers and self.epoch > 0:
-            seed_workers = _draw_nothing
         streams = Streams(list(process.values()), self.own, start, begun)
         ahead = 0 if resumed is None else resumed.get("ahead", 0)
         of_rank = torch.initial_seed() if self.is_shared else 0
-        return Epoch(self.epoch, seed, of_rank, streams, begun_at, num_ahead=ahead, seed_workers=seed_workers)
+        return Epoch(self.epoch, seed, of_rank, streams, begun_at, num_ahead=ahead, seed_workers=self._seed_workers)
 
     def _beginning(self) -> Position:
         """Where the next epoch begins: a restored position is dropped if `set_epoch` has chosen another epoch."""
         if self._resumed is None or self._resumed["epoch"] != self.epoch:
             return Position()
         return Position(**{name: self._resumed[name] for name in ("start", "batches", "samples")})
-
-
-def _draw_nothing() -> None:
-    """Workers that are kept from epoch to epoch were seeded in the first."""

@@ -230,13 +230,7 @@ def _indexed(loader: DataLoader[Any], setup: _Setup) -> Reading:
     is_seeded = loader.num_workers > 0
     name, index = index_source(loader, setup.share, setup.uneven, order, is_seeded=is_seeded)
     if order.is_shared:
-        described = _described(loader) | describe(items, loader.dataset, seed) | {"generators": len(order.own)}
-        if not agree_on_loader(described, order.own, setup.ranks):
-            setup.report(
-                "The random generators of this loader's sampler have different states on the ranks. All ranks read in "
-                "the order of rank 0's. To choose the order yourself, seed them alike."
-            )
-            write_all(order.own, states)
+        _agree(loader, describe(items, loader.dataset, seed), order, states, setup)
         _refuse(index.cut, items)
     start = WorkerStart(loader)
     parts: dict[str, Any] = {"dataset": SeededDataset(loader.dataset)} if is_seeded else {}
@@ -270,8 +264,9 @@ def _order(
     seed, copies, states = agree_on_seed(process, own, number, setup.ranks)
     known = {name: rng for name, rng in process.items() if name in copies}
 
-    def seed_workers() -> None:
-        torch.empty((), dtype=torch.int64).random_(generator=generator)
+    def seed_workers(number: int) -> None:
+        if number == 0 or not keeps_workers:
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
 
     order = Order(
         seed,
@@ -279,22 +274,27 @@ def _order(
         own,
         copies={name: copies[name] for name in known},
         seed_workers=seed_workers if _has_indices(loader) else None,
-        keeps_workers=keeps_workers,
     )
     return order, seed, states
 
 
-def _described(loader: DataLoader[Any]) -> dict[str, Any]:
-    return {"batch size": loader.batch_size, "drop_last": loader.drop_last}
+def _agree(loader: DataLoader[Any], described: dict[str, Any], order: Order, states: list[Any], setup: _Setup) -> None:
+    """Raise ValueError if ranks have different loaders; give all of them the states of rank 0's own generators."""
+    described |= {"batch size": loader.batch_size, "drop_last": loader.drop_last, "generators": len(order.own)}
+    if not agree_on_loader(described, order.own, setup.ranks):
+        setup.report(
+            "The random generators of this loader's sampler have different states on the ranks. All ranks read in the "
+            "order of rank 0's. To choose the order yourself, seed them alike."
+        )
+        write_all(order.own, states)
 
 
 def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup: _Setup) -> Reading:
     share, batch_size = setup.share, loader.batch_size
-    order, seed, _ = _order(process_rngs(), loader, setup, shuffles=True)
+    order, seed, states = _order(process_rngs(), loader, setup, shuffles=True)
     if order.is_shared:
         described = {"dataset": describe_dataset(dataset), "length": length_of(dataset)}
-        described |= _described(loader) | {"num_workers": loader.num_workers}
-        agree_on_loader(described, [], setup.ranks)
+        _agree(loader, described | {"num_workers": loader.num_workers}, order, states, setup)
     start = WorkerStart(loader)
     if share.count > 1:
         part = split_stream(dataset, share)

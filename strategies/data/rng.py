@@ -171,19 +171,10 @@ class Streams:
             write_all(self._own, self._states[len(self._rngs) - len(self._own) :])
             self._states = None
 
-    def ended(self, *, complete: bool) -> list[Any]:
-        """The states after the epoch.
-
-        `complete`: all items were drawn, so they are those of plain PyTorch. Otherwise ranks may have drawn different
-        numbers of items, and the generators are seeded from the states with which the epoch began.
-        """
-        kept = self._states
-        if not complete:
-            with self.drawing():
-                for rng, start in zip(self._rngs, self.start or [], strict=True):
-                    rng.seed(mix("unfinished", digest(start)))
-        states, self._states = self._states, kept
-        return states or []
+    @property
+    def states(self) -> list[Any]:
+        """The states that the generators have now in this epoch."""
+        return self._states or []
 
 
 def read_all(rngs: Sequence[Rng]) -> list[Any]:
