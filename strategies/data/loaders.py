@@ -280,8 +280,8 @@ def _order(
 
 def _agree(loader: DataLoader[Any], described: dict[str, Any], order: Order, states: list[Any], setup: _Setup) -> None:
     """Raise ValueError if ranks have different loaders; give all of them the states of rank 0's own generators."""
-    described |= {"batch size": loader.batch_size, "drop_last": loader.drop_last, "generators": len(order.own)}
-    if not agree_on_loader(described, order.own, setup.ranks):
+    words = {"batch size": loader.batch_size, "drop_last": loader.drop_last, "generators": len(order.own)} | described
+    if not agree_on_loader(words, order.own, setup.ranks):
         setup.report(
             "The random generators of this loader's sampler have different states on the ranks. All ranks read in the "
             "order of rank 0's. To choose the order yourself, seed them alike."
