@@ -11,9 +11,20 @@ import pytest
 import torch
 from devices import ACCELERATOR
 from shares import in_order, read, share_out
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from fabric import Fabric
+from fabric.strategies import ModelParallelStrategy
 
 SIZE = 42
 
@@ -131,3 +142,46 @@ def test_ranks_read_the_global_batches_of_one_process(name: str, count: int, wor
         next(iter(loaders[-1]))  # a look on one rank changes nothing
         seed(epoch)  # nor does what ranks draw
         assert in_order(read(loaders)) == expected[epoch], epoch
+
+
+def first_experiment(fabric: Fabric | None, batch_size: int) -> list[float]:
+    """The mean losses of two epochs, from one seed."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(48, 4, generator=seeded())
+    loader: Any = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size, shuffle=True)
+    model: Any = net
+    if fabric is not None:
+        model, optimizer = fabric.setup(net, optimizer)
+        loader = fabric.setup_dataloaders(loader)
+    losses = []
+    for _ in range(2):
+        for inputs, targets in loader:
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward() if fabric is None else fabric.backward(loss)
+            optimizer.step()
+            losses.append(loss.item() if fabric is None else float(fabric.all_reduce(loss.detach())))
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [
+        ("single_device", 1),
+        ("ddp", 2),
+        ("fsdp", 2),
+        (ModelParallelStrategy(parallelize_fn=lambda model, mesh: fully_shard(model, mesh=mesh["shard"]), shard=2), 2),
+        ("deepspeed_stage_2", 2),
+        ("deepspeed_stage_3", 2),
+        ("ddp_sharded", 2),
+    ],
+    ids=str,
+)
+def test_the_first_experiment_of_a_newcomer_has_the_losses_of_plain_torch(strategy: Any, devices: int) -> None:
+    expected = first_experiment(None, 8)
+    with Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=devices) as fabric:
+        found = fabric.launch(first_experiment, 8 // devices)
+    assert found == pytest.approx(expected, rel=1e-5)
