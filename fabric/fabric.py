@@ -141,6 +141,9 @@ class Fabric:
         self._stop: StopRequest | None = None
         self._opened_checkpoints: Checkpoints | None = None
         self._progress = ""
+        self.draws_apart = True
+        """Whether ranks that read different data draw different random numbers once a model is set up, if all of them
+        had the same generators. Read when the fabric is launched."""
 
     # Who and where
 
@@ -918,7 +921,15 @@ class Fabric:
         self._runtime = runtime
         self._place = world if world.size > 1 else None
         self._moments, weighting = Moments(changed=self._follow_batches), Weighting(runtime)
-        self._set_up = SetUp(runtime, chosen.strategy, self._moments, self._accumulation, weighting, self._open)
+        self._set_up = SetUp(
+            runtime,
+            chosen.strategy,
+            self._moments,
+            self._accumulation,
+            weighting,
+            self._open,
+            draws_apart=self.draws_apart,
+        )
         self._backward = LossBackward(runtime, self._set_up, self._accumulation, weighting, self._moments)
         self._open.callback(self._forget)  # before the teardown: models hold on to the process group
         self._moments.add(*self._request.checks, *self._sanitizer(world))

@@ -51,8 +51,8 @@ def share_loader(
         in_step=runtime.forward_communicates or runtime.loader_numbers.forward_communicates,
         progress=runtime.loader_numbers,
         report=runtime.report,
-        draw_apart=runtime.draw_apart if runtime.share.index else None,
         carry=runtime.carry,
+        draw_apart=runtime.draw_apart,
     )
 
 

@@ -13,13 +13,13 @@ import torch
 
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.data.apart import DrawsApart
 from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.share import Share, Uneven
 from fabric.strategies.data.transfer import Carry
 from fabric.strategies.precision.forward_precision import dtype_of_new_tensors
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.rank_rng import RankRng
 from fabric.strategies.tensors.dtensor import local_part
 
 if TYPE_CHECKING:
@@ -65,12 +65,12 @@ class Runtime:
     """The device mesh, if the strategy has one."""
     loader_numbers: LoopProgress = field(default_factory=LoopProgress)
     """Numbers loaders that are set up in the same random state, so that they are shuffled differently."""
-    rank_rng: RankRng = field(default_factory=RankRng)
+    apart: DrawsApart = field(default_factory=DrawsApart)
     backward: Backward = field(default_factory=Backward)
 
     def draw_apart(self) -> None:
-        """Make ranks that read different data draw different random numbers from here on: see `RankRng`."""
-        self.rank_rng.diverge(self.share)
+        """Make ranks that read different data draw different random numbers from here on: see `DrawsApart`."""
+        self.apart.part(self.share)
 
 
 def open_runtime(

@@ -143,5 +143,5 @@ def restore_generators(runtime: Runtime, states: dict[str, Any]) -> None:
 
 
 def _rngs(runtime: Runtime) -> dict[str, Rng]:
-    named = dict(zip(("torch", "python", "numpy"), process_rngs(), strict=False))
+    named = process_rngs()
     return named | {f"{runtime.device.type} {number}": rng for number, rng in enumerate(device_rngs(runtime.devices))}

@@ -50,22 +50,24 @@ class Value:
 Facts: TypeAlias = Mapping[Fact, Value]
 
 
-def compare(collective: Collective, facts: Facts, loss: float, data: str, when: str, since: str) -> tuple[bool, int]:
-    """Raise SanitizerError on every rank unless all agree. Ranks: all. Cost: an all-reduce of five numbers.
+def compare(
+    collective: Collective, facts: Facts, loss: float, data: str, drawn: str, when: str, since: str
+) -> tuple[bool, bool, int]:
+    """Raise SanitizerError on every rank unless all agree. Ranks: all. Cost: an all-reduce of seven numbers.
 
-    `data`: what should differ where ranks read different samples. Returns whether it is the same on all ranks, and the
-    number of losses that are not finite.
+    `data` and `drawn`: what should differ where ranks read different samples. Returns whether each is the same on all
+    ranks, and the number of losses that are not finite.
     """
     rank = collective.rank
     everyone = tuple(range(collective.size))
     total = sum(_coefficient(fact.holders, rank) * value.digest for fact, value in facts.items()) % 2**64
-    losses = _coefficient(everyone, rank) * digest_of_text(data) % 2**64
-    numbers = [total % 2**32, total >> 32, losses % 2**32, losses >> 32, not math.isfinite(loss)]
-    sums = collective.all_reduce(torch.tensor(numbers, dtype=torch.float64), "sum").tolist()
-    differing, differing_losses = ((int(sums[i]) + (int(sums[i + 1]) << 32)) % 2**64 for i in (0, 2))
+    texts = [_coefficient(everyone, rank) * digest_of_text(text) % 2**64 for text in (data, drawn)]
+    numbers = [half for each in (total, *texts) for half in (each % 2**32, each >> 32)]
+    sums = collective.all_reduce(torch.tensor([*numbers, not math.isfinite(loss)], dtype=torch.float64), "sum").tolist()
+    differing, data_differs, draws_differ = ((int(sums[i]) + (int(sums[i + 1]) << 32)) % 2**64 for i in (0, 2, 4))
     if differing:
         raise SanitizerError(_first_difference(collective, facts, when, since))
-    return not differing_losses, int(sums[4])
+    return not data_differs, not draws_differ, int(sums[6])
 
 
 def digest_of_text(text: str) -> int:

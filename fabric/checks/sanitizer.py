@@ -7,7 +7,7 @@
 
 Steps are counted by their synchronised backward, which all ranks run, also one that leaves a step of its optimizer out;
 from 1 again where an optimizer is set up. A watch is attached from the end of the backward before a watched step to the
-end of the next one, and compares after each backward: one all-reduce of five numbers (`agreement.py`). What ranks have
+end of the next one, and compares after each backward: one all-reduce of seven numbers (`agreement.py`). What ranks have
 is gathered only to write the error. In other steps nothing is attached: `fabric.backward` compares two integers.
 
 Knows what was set up, and no strategy: which ranks hold the same part of a tensor, the strategy's `StateAccess` knows.
@@ -32,8 +32,10 @@ from fabric.checks.facts import Parameters, gradients_of, names_in, options_of, 
 from fabric.checks.forward_weights import ForwardWeights, is_compiled
 from fabric.checks.steps import StepCounter
 from fabric.checks.strangers import Strangers
+from fabric.loop.seed import device_rngs
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.collectives.comparing import compare_collectives
+from fabric.strategies.data.rng import digest, torch_rng
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.digest import digest_of_all
@@ -147,6 +149,9 @@ class _Watch(Check):
         """A digest of the batches since the last backward."""
         self._equal_data: set[str] | None = set()
         """What was the same on all ranks, of batches or losses. None: once something was not."""
+        self._generators: list[str] = []
+        """Digests of the states of torch's generators at the last comparison."""
+        self._has_told_of_draws = False
 
     def add_model(self, model: Prepared, *, has_whole_gradients: bool) -> None:
         """Compare this model, too."""
@@ -241,10 +246,10 @@ class _Watch(Check):
             among -= self._held[optimizer] | names.keys()
         self._gradients.update(gradients_of(optimizer, names, self._everyone, among))
 
-    def _compare(self, loss: float = 0.0, data: str = "") -> tuple[bool, int]:
+    def _compare(self, loss: float = 0.0, data: str = "") -> tuple[bool, bool, int]:
         """See `agreement.compare`. Raises: SanitizerError, on every rank. Ranks: all."""
         if not self._models:
-            return False, 0
+            return False, False, 0
         stepped, self._stepped = self._stepped, {}
         facts, self._gradients = self._gradients, {}
         for optimizer in self._access:
@@ -259,15 +264,28 @@ class _Watch(Check):
         when = ", ".join(f"step {number} of `{type(optimizer).__name__}`" for optimizer, number in stepped.items())
         when = f"after {when}" if when else "in a backward" if self._equal_after else "in a first backward"
         since = f"They were equal {self._equal_after}." if self._equal_after else "It is the first comparison."
-        found = compare(self._runtime.collective, facts, loss, data, when, since)
+        found = compare(self._runtime.collective, facts, loss, data, self._drawn(), when, since)
         self._equal_after = when
         return found
 
-    def _judge(self, is_same_data: bool, num_nonfinite: int, data: str) -> None:
-        """Report losses that are not finite, and ranks that should read different data and read the same."""
+    def _drawn(self) -> str:
+        """The states of torch's generators that have changed since the last comparison; if none has, this rank."""
+        rngs = [torch_rng(), *device_rngs(self._runtime.devices)]
+        before, self._generators = self._generators, [digest(rng.read()).hex() for rng in rngs]
+        drawn = [now for now, then in zip(self._generators, before, strict=False) if now != then]
+        return "".join(drawn) or str(self._runtime.world.rank)
+
+    def _judge(self, is_same_data: bool, is_same_draw: bool, num_nonfinite: int, data: str) -> None:
+        """Report losses that are not finite, and ranks that should read different data, or draw other numbers for it,
+        and do not."""
         if num_nonfinite:
             self._runtime.report(f"The loss is not finite on {num_nonfinite} of {len(self._everyone)} ranks.")
-        if self._equal_data is None or self.reads_same_data:
+        if self.reads_same_data:
+            return
+        if is_same_draw and not is_same_data and not self._has_told_of_draws:
+            self._has_told_of_draws = True
+            self._runtime.report(_SAME_DRAWS.format(size=len(self._everyone)))
+        if self._equal_data is None:
             return
         if not is_same_data:
             self._equal_data = None
@@ -283,6 +301,11 @@ _WITHIN = (
     "Step after `fabric.backward(loss)`; or pass `strategy='fsdp'`, where such hooks get averaged gradients."
 )
 _NUM_STEPS = 3  # a head that starts from zeros gives one loss for all data, but not after a step
+_SAME_DRAWS = (
+    "All {size} ranks draw the same random numbers for different data: torch's generators were seeded alike after "
+    "`fabric.setup`, so dropout and noise are the same on all ranks. If that is not meant, seed each rank differently: "
+    "`torch.manual_seed(seed + fabric.global_rank)`. This is reported once."
+)
 _SAME_DATA = (
     "In their first steps all {size} ranks had the same batches or losses, to the last bit: they read the same "
     "samples. Pass the loader to `fabric.setup_dataloaders`, and iterate what it returns. Where the same data is meant "

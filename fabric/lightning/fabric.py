@@ -56,6 +56,7 @@ class Fabric:
     ) -> None:
         arguments = core_arguments(accelerator, strategy, devices, num_nodes, precision, plugins, callbacks)
         self.core = CoreFabric(**arguments, loggers=loggers, **core_options)
+        self.core.draws_apart = False  # as there
         known = strategy if isinstance(strategy, Strategy) else strategy_of(self.core.strategy)
         self._strategy = known.within(self.core)
         self._callbacks: list[Any] = [*_several(callbacks)]

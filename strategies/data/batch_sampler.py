@@ -13,7 +13,7 @@ from typing import Any, final
 from torch.utils.data import BatchSampler, DataLoader
 
 from fabric.strategies.data.content import is_torchs
-from fabric.strategies.data.epochs import Epoch, Order, Part, Position
+from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.partition import BatchCut, Cut, RoundRobinCut, SampleCut
 from fabric.strategies.data.share import Share
 from fabric.strategies.data.workers import Seeded
@@ -34,13 +34,13 @@ class IndexSource:
         *,
         most_steps: int,
         eager: bool = False,
-        reader: int | None = None,
+        is_seeded: bool = False,
     ) -> None:
         """`most_steps`: how many may be drawn at a time. `eager`: `iter` is called on the items when the iteration
-        begins. `reader`: index of the share that loads the batches; gives each a seed of its own: `SeededDataset`."""
+        begins. `is_seeded`: each batch has a seed of its own: `SeededDataset`."""
         self.items, self._replaced = items, replaced
         self.cut, self._order = cut, order
-        self._most_steps, self._eager, self._reader = most_steps, eager, reader
+        self._most_steps, self._eager, self._is_seeded = most_steps, eager, is_seeded
         self.read = False
         """Whether a loader has asked for indices."""
 
@@ -65,15 +65,17 @@ class IndexSource:
                 f"per rank; here these batches have {end}. Construct the same loader, or start a new epoch with "
                 "`set_epoch`."
             )
-        num_steps = 1
+        ahead = list(islice(parts, epoch.num_ahead))
+        if not self._order.is_shared:
+            epoch.streams.release()
+        parts, num_steps = chain(ahead, parts), 1
         while group := list(islice(parts, num_steps)):
             num_steps = min(2 * num_steps, self._most_steps)
             epoch.fetch(group)
-            yield [part.batch for part in group] if self._reader is None else self._seeded(epoch, group, self._reader)
-
-    def _seeded(self, epoch: Epoch, parts: list[Part], reader: int) -> Iterator[Any]:
-        for part in parts:
-            yield Seeded(part.batch, self._order.seed_of(epoch, epoch.begun_at.start + part.end, reader))
+            if self._is_seeded:
+                yield (Seeded(part.batch, epoch.seed_of_batch(part.end)) for part in group)
+            else:
+                yield [part.batch for part in group]
 
     def __getattr__(self, name: str) -> Any:
         # Indices are read ahead, so the sampler's state is ahead of the loop: a stateful loader counts batches instead.
@@ -83,24 +85,32 @@ class IndexSource:
 
 
 def index_source(
-    loader: DataLoader[Any], share: Share, uneven: bool, order: Order, *, reader: int | None
+    loader: DataLoader[Any], share: Share, uneven: bool, order: Order, *, is_seeded: bool
 ) -> tuple[str, IndexSource]:
-    """The attribute to replace on the copy of a map-style loader (`sampler`, `batch_sampler`), and its new value.
-
-    With torch's own `BatchSampler`, single samples are distributed over ranks. The batches of a custom batch sampler
-    are distributed whole, because it decides what is in a batch. Without batching, the items of the sampler are.
-    """
-    name, items = "sampler", loader.sampler
-    cut: Cut = RoundRobinCut(share=share, uneven=uneven)
-    batches = loader.batch_sampler
-    if batches is not None:
-        name, items, cut = "batch_sampler", batches, BatchCut(share=share, uneven=uneven)
-    if isinstance(batches, BatchSampler) and (loader.batch_size is not None or type(batches) is BatchSampler):
-        items = batches.sampler
-        cut = SampleCut(share=share, uneven=uneven, batch_size=batches.batch_size, drop_last=batches.drop_last)
-    # On one rank a custom sampler is not read ahead of the loop, as in plain PyTorch.
-    most_steps = MOST_STEPS if share.count > 1 or is_torchs(items) else 1
+    """The attribute to replace on the copy of a map-style loader (`sampler`, `batch_sampler`), and its new value."""
+    name, items = indices_of(loader)
     replaced = getattr(loader, name)
+    cut: Cut = RoundRobinCut(share=share, uneven=uneven)
+    if isinstance(replaced, BatchSampler) and items is replaced.sampler:
+        cut = SampleCut(share=share, uneven=uneven, batch_size=replaced.batch_size, drop_last=replaced.drop_last)
+    elif name == "batch_sampler":
+        cut = BatchCut(share=share, uneven=uneven)
+    # In one process a sampler that may draw later is not read ahead of the loop, as in plain PyTorch.
+    most_steps = MOST_STEPS if order.is_shared or (is_torchs(items) and not order.own) else 1
     eager = type(replaced) is not BatchSampler  # which iterates its sampler after the seed of the workers is drawn
-    source = IndexSource(replaced, items, cut, order, most_steps=most_steps, eager=eager, reader=reader)
+    source = IndexSource(replaced, items, cut, order, most_steps=most_steps, eager=eager, is_seeded=is_seeded)
     return name, source
+
+
+def indices_of(loader: DataLoader[Any]) -> tuple[str, Iterable[Any]]:
+    """The attribute from which a map-style loader reads its indices, and the items that are distributed over ranks.
+
+    With torch's own `BatchSampler` they are single samples. The batches of a custom batch sampler are distributed
+    whole, because it decides what is in a batch. Without batching, the items of the sampler are.
+    """
+    batches = loader.batch_sampler
+    if batches is None:
+        return "sampler", loader.sampler
+    if isinstance(batches, BatchSampler) and (loader.batch_size is not None or type(batches) is BatchSampler):
+        return "batch_sampler", batches.sampler
+    return "batch_sampler", batches

@@ -4,29 +4,33 @@ If ranks had different loaders, samples would be read twice or never, silently; 
 compared. Cost: a broadcast from rank 0 and an all-reduce of one number at set-up; descriptions of all ranks are
 gathered only for the error. Nothing is sent later.
 
-No sample is loaded. A description has what can be read without that: indices of subsets, rows of tensors and lists,
-rows of Arrow tables, fields of torch's samplers. A custom dataset is described by its type and length alone, because
-`__getitem__` could open files that workers must not inherit. A custom sampler is copied, and the copy is drawn from.
+No sample is loaded, but for the first one of a stream that ranks would split. A description has what can be read
+without that: indices of subsets, rows of tensors and lists, rows of Arrow tables, fields of torch's samplers. A custom
+dataset is described by its type and length alone, because `__getitem__` could open files that workers must not inherit.
+A custom sampler is copied, and the copy is drawn from.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Sampler, StackDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Sampler, StackDataset, Subset, TensorDataset
 
 from fabric.strategies.data import huggingface
-from fabric.strategies.data.rng import Rng, Streams, digest, mix
+from fabric.strategies.data.rng import Rng, digest, mix, preserved_rngs, read_all, seed_process
 from fabric.strategies.data.take import length_of
 from fabric.strategies.data.uneven import Votes
+from fabric.strategies.tensors.digest import digest_of_all
+from fabric.strategies.tensors.nests import is_tensor, leaves_in, opened
 
 NUM_COMPARED = 256
 """How many items of a custom sampler are compared."""
@@ -51,20 +55,24 @@ class Ranks:
     """Makes the `Votes` by which a loader agrees on its number of batches. None: not supported."""
 
 
-def agree_on_seed(own: list[Rng], number: int, ranks: Ranks) -> tuple[int, list[Any]]:
-    """The seed of rank 0, and the states of its generators `own`. No generator is drawn from or written.
+def agree_on_seed(
+    process: Mapping[str, Rng], own: Sequence[Rng], number: int, ranks: Ranks
+) -> tuple[int, dict[str, Any], list[Any]]:
+    """Rank 0's seed, and the states of its generators `process` and `own`. No generator is drawn from or written.
 
-    Ranks: all call it.
-
-    The seed depends on the state of torch's global generator, hence on `seed_everything`, and on `number`: see
-    `LoopProgress`.
+    Of loaders that are set up in the same state, the first has that of the process, and those after it others: `number`
+    counts them. Ranks: all call it.
     """
-    mine = mix("loader", number, digest(torch.default_generator.get_state())), [rng.read() for rng in own]
-    agreed: tuple[int, list[Any]] = mine if ranks.size == 1 else ranks.broadcast(mine)
+    seed = mix("loader", number, digest(torch.default_generator.get_state()))
+    with preserved_rngs():
+        if number:
+            seed_process(seed)
+        copies = {name: rng.read() for name, rng in process.items()}
+    agreed: tuple[int, dict[str, Any], list[Any]] = ranks.broadcast((seed, copies, read_all(own)))
     return agreed
 
 
-def agree_on_loader(described: Mapping[str, Any], own: list[Rng], ranks: Ranks) -> bool:
+def agree_on_loader(described: Mapping[str, Any], own: Sequence[Rng], ranks: Ranks) -> bool:
     """Check that all ranks have the same description; return whether the states of their generators are equal, too.
 
     Ranks: all call it. Raises: ValueError: on every rank, if descriptions differ.
@@ -129,7 +137,8 @@ def describe_order(items: Iterable[Any], dataset: object, seed: int) -> str | No
         duplicate = copy.deepcopy(items, {id(dataset): dataset})
     except (TypeError, NotImplementedError):
         return None
-    with Streams(mix(seed, "compared"), []).drawing():
+    with preserved_rngs():
+        seed_process(mix(seed, "compared"))
         first = list(islice(duplicate, NUM_COMPARED))
     return _shown(first, mix(first))
 
@@ -154,6 +163,31 @@ def describe_value(value: Any, depth: int = 4) -> str:
     if depth and isinstance(value, (list, tuple)):
         return f"{len(value)}{[describe_value(entry, depth - 1) for entry in value[:NUM_ROWS]]}"
     return describe_dataset(value) if huggingface.is_map_style(value) else type(value).__qualname__
+
+
+def describe_first_sample(parts: Iterable[object], dataset: IterableDataset[Any], seed: int) -> str:
+    """A digest of the first sample of a stream; "" if reading it could use up what the stream reads.
+
+    `parts`: the objects through which it is read. It is read from a copy, with equal generators on all ranks, whose
+    states are restored.
+    """
+    holders = [getattr(part, "__dict__", {}).values() for part in parts]
+    if any(isinstance(value, Iterator) for value in (dataset, *chain.from_iterable(holders))):
+        return ""
+    with preserved_rngs():
+        seed_process(mix(seed, "compared"))
+        first = next(iter(copy.copy(dataset)), None)
+    leaves = leaves_in(first, lambda leaf: is_tensor(leaf) or opened(leaf) is None)
+    return f"{mix([_digest_of_leaf(leaf) for leaf in leaves]):016x}"
+
+
+def _digest_of_leaf(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype}{tuple(leaf.shape)}{digest_of_all([leaf])}"
+    try:
+        return digest(leaf).hex()
+    except (TypeError, AttributeError, pickle.PicklingError):
+        return type(leaf).__qualname__
 
 
 def _fields(sampler: object) -> list[tuple[str, Any]]:

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
-from fabric.strategies.data.iterable import SharedStream
+from fabric.strategies.data.iterable import PreparedStream
 from fabric.strategies.data.loop_progress import Iteration, LoopProgress
+from fabric.strategies.data.partition import Cut
 from fabric.strategies.data.positions import Resumable
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
@@ -44,10 +45,10 @@ class Reading:
     """The order of samples that all ranks share; None if each rank has its own."""
     index: IndexSource | None = None
     """Replaces the sampler, if the loader has one."""
-    stream: SharedStream | None = None
+    stream: PreparedStream | None = None
     """Replaces an iterable dataset."""
-    announce: Callable[[int, int], None] = lambda seed, epoch: None
-    """Called with the seed and the number of each epoch, before workers begin it."""
+    announce: Callable[[Epoch], None] | None = None
+    """Called with each epoch, before workers begin it."""
     start: WorkerStart | None = None
     """The `worker_init_fn` of `source`, if it has workers."""
     epochal: tuple[SupportsSetEpoch, ...] = ()
@@ -71,8 +72,6 @@ class Reading:
     """Whether the position after a `break` is within the epoch; otherwise at the beginning of the next one."""
     trains: bool = True
     """Whether the loop trains on the batches."""
-    draw_apart: Callable[[], None] | None = None
-    """Makes random numbers differ between ranks that read different data; called before each batch is yielded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +126,11 @@ class DeviceLoader:
         if restored.over is not None and reading.position is not None:
             self._leave_rest(restored.over)
         with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
-            if reading.order is not None and opened is not None:
-                reading.announce(reading.order.seed, opened.number)
+            if reading.announce is not None and opened is not None:
+                reading.announce(opened)
             batches = self._begin()
-        if reading.stream is not None and opened is not None:
-            batches = islice(batches, opened.begun_at.batches, None)
+        if reading.stream is not None and opened is not None and opened.begun_at.batches:
+            batches = chain.from_iterable(self._after(opened, batches))
         agreed = None
         if restored.has_ended and reading.position is not None:
             with preserved_rngs():
@@ -145,8 +144,6 @@ class DeviceLoader:
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:
-            if reading.draw_apart is not None:
-                reading.draw_apart()
             return self.iteration.record(batches)
         return self._counted(batches, self.iteration, reading.order, opened)
 
@@ -154,7 +151,7 @@ class DeviceLoader:
         """The number of this rank's batches. TypeError where the user's loader has no length."""
         reading = self._reading
         if reading.stream is not None:
-            return reading.stream.cut.length(len(reading.stream.dataset))  # type: ignore[arg-type]
+            return self._cut_of_items().length(len(reading.stream))
         return len(reading.source if reading.index is None else reading.index)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
@@ -286,9 +283,15 @@ class DeviceLoader:
     def _cut(self) -> dict[str, int | None]:
         """How the order is divided into steps; `step`: number of items in each."""
         reading = self._reading
-        cut = (reading.stream or reading.index).cut  # type: ignore[union-attr]  # an order has one of them
+        cut = self._cut_of_items()
         items = reading.index.items if reading.index is not None and cut.keeps_samples else None
         return {"ranks": cut.share.count, "step": cut.reads[1], "items": length_of(items)}
+
+    def _cut_of_items(self) -> Cut:
+        reads = self._reading.index if self._reading.stream is None else self._reading.stream
+        assert reads is not None  # an order has one of them
+        assert reads.cut is not None
+        return reads.cut
 
     def _recut(self, order: dict[str, Any], saved: dict[str, int | None]) -> dict[str, Any]:
         """The saved position, in steps of this loader. Raises ValueError if no step ends there."""
@@ -360,10 +363,18 @@ class DeviceLoader:
             for part in self._reading.epochal:
                 part.set_epoch(self._epoch)
 
+    def _after(self, opened: Epoch, batches: Iterator[Any]) -> Iterator[Iterator[Any]]:
+        """The batches of a stream after the position at which the epoch is resumed."""
+        for _ in islice(batches, opened.begun_at.batches):
+            pass
+        if self._reading.order is not None and not self._reading.order.is_shared:
+            opened.streams.release()
+        yield batches
+
     def _example(self) -> Any:
         """A batch of this rank's data, from the beginning of an epoch; None if there is none. Changes no position."""
         order = self._reading.order
-        with preserved_rngs(), nullcontext() if order is None else order.apart():
+        with preserved_rngs() if order is None else order.apart():
             batch = next(self._begin(), None)
             # A loader with a state restores its end, and begins the next epoch then.
             return next(self._begin(), None) if batch is None and self._reading.position is not None else batch
@@ -375,7 +386,7 @@ class DeviceLoader:
 
     def _counted(self, batches: Iterator[Any], iteration: Iteration, order: Order, opened: Epoch) -> Iterator[Any]:
         """Yield the batches, and count them: in the iteration, as `Iteration.record` does, and in the order."""
-        index, progress, draw_apart = self._reading.index, self._reading.progress, self._reading.draw_apart
+        index, progress = self._reading.index, self._reading.progress
         agreed, repeated = iteration.agreed, iteration.repeated
         with iteration.opened():
             first = list(islice(batches, 1))
@@ -392,8 +403,6 @@ class DeviceLoader:
                     if agreed is None or not iteration.next_repeats:
                         epoch.num_batches += 1
                     iteration.num_batches += 1
-                    if draw_apart is not None:
-                        draw_apart()
                     if agreed is not None or repeated.is_used or progress.note_batch is not None:
                         iteration.receive(batch)
                     yield batch

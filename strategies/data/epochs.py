@@ -1,24 +1,26 @@
-"""The order of samples in an epoch, the same on all ranks whatever random numbers each rank has drawn.
+"""The order of samples in an epoch: torch's own in one process, the same on all ranks of several.
 
-It depends on a seed that the ranks agreed on and on the epoch's number; if the user's sampler has random generators of
-its own, on those. The epoch's number increases once its iteration has ended or has yielded a second batch, or once
-the loop has called backward: `next(iter(loader))` on one rank changes nothing on any rank. The position within an
+In one process it is drawn from the generators of the process and of the user's sampler, as they are. Ranks that share
+an order draw it from copies of rank 0's states, taken at set-up, whatever each rank has drawn since. The epoch's number
+increases once its iteration has ended or has yielded a second batch, or once the loop has called backward; then the
+copies are those after the epoch: `next(iter(loader))` on one rank changes nothing on any rank. Another epoch than the
+next one, chosen by `set_epoch`, is drawn from the seed that ranks have agreed on and its number. The position within an
 epoch is that of the loop, not of prefetching workers. Knows items and epochs; knows no loader.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
-from torch.utils.data import DataLoader, SequentialSampler
+import torch
 
-from fabric.strategies.data.rng import Rng, Streams, mix
+from fabric.strategies.data.rng import Rng, Streams, digest, mix, preserved_rngs, read_all, write_all
 from fabric.strategies.data.take import length_of, once
 
 T = TypeVar("T")
@@ -34,7 +36,7 @@ class Drawn(Generic[T]):
     """
 
     def __init__(
-        self, items: Iterable[T], streams: Streams, reads: tuple[int, int], *, most_steps: int = 1, eager: bool = False
+        self, items: Iterable[T], streams: Streams, reads: tuple[int, int], *, most_steps: int, eager: bool
     ) -> None:
         """`reads`: how many items must be read for the first step, and for each further one. `eager`: `iter` is called
         on the items now."""
@@ -43,8 +45,8 @@ class Drawn(Generic[T]):
         self._rest: list[T] = []
         self.ended = False
         if eager:
-            with self._drawing():
-                self._iterator = once(iter(items))
+            with streams.drawing():
+                self._iterator = self._begin()
 
     def __iter__(self) -> Iterator[T]:
         return chain.from_iterable(self._chunks())
@@ -71,19 +73,14 @@ class Drawn(Generic[T]):
         yield self._rest
 
     def _draw(self, count: int | None) -> list[T]:
-        with self._drawing():
+        with self._streams.drawing():
             if self._iterator is None:
-                self._iterator = once(iter(self._items))
+                self._iterator = self._begin()
             return list(islice(self._iterator, count))
 
-    def _drawing(self) -> AbstractContextManager[None]:
-        items = self._items
-        by_workers = type(items) is DataLoader and items.num_workers > 0 and self._iterator is not None
-        return nullcontext() if by_workers or type(items) in _WITHOUT_DRAWS else self._streams.drawing()
-
-
-# To save and restore the generators costs a tenth of a millisecond and more.
-_WITHOUT_DRAWS = (SequentialSampler, range, list, tuple)
+    def _begin(self) -> Iterator[T]:
+        self._streams.begin()
+        return once(iter(self._items))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +109,26 @@ class Part(NamedTuple):
 class Epoch:
     """One iteration over a loader: the number of its epoch, its random streams, and the items drawn from them.
 
-    `begun_at`: where the iteration begins. `counted`: the number is used up, so the next iteration is the next epoch.
-    `over`: all batches were received.
+    `begun_at`: where the iteration begins. `num_ahead`: how many parts after that the saved run had drawn. `counted`:
+    the number is used up, so the next iteration is the next epoch. `over`: all batches were received.
     """
 
     def __init__(
-        self, number: int, streams: Streams, begun_at: Position, seed_workers: Callable[[], object] | None
+        self,
+        number: int,
+        seed: int | None,
+        seed_of_rank: int,
+        streams: Streams,
+        begun_at: Position,
+        *,
+        num_ahead: int = 0,
+        seed_workers: Callable[[int], object] | None = None,
     ) -> None:
-        """`seed_workers`: draws when a loader begins to read the items."""
-        self.number, self.streams, self.begun_at, self._seed_workers = number, streams, begun_at, seed_workers
+        """`seed_of_rank`: what this rank's generator was seeded with last, if ranks share the order. `seed_workers`:
+        draws what torch has drawn before its sampler does."""
+        self.number, self.streams, self.begun_at = number, streams, begun_at
+        self._seed, self._state = seed, torch.get_rng_state()
+        self.num_ahead, self._seed_workers, self._seed_of_rank = num_ahead, seed_workers, seed_of_rank
         self.drawn: Drawn[Any] | None = None
         self.counted = self.over = False
         self.num_batches = begun_at.batches
@@ -132,11 +140,27 @@ class Epoch:
         """Whether batches were fetched that have different numbers of samples on the ranks."""
 
     @property
+    def seed(self) -> int:
+        """What workers draw follows from it and the epoch's number: agreed by the ranks, or of this process."""
+        if self._seed is None:
+            self._seed = mix("epoch", digest(self._state))
+        return self._seed
+
+    def seed_of_batch(self, end: int) -> int:
+        """What workers draw in the batch that ends after so many samples of this iteration."""
+        return mix(self.seed, self._seed_of_rank, self.number, self.begun_at.start + end)
+
+    @property
     def position(self) -> Position:
         """Where the loop is."""
         self._pass()
         start = self.begun_at.start
         return Position(start=start, batches=self.num_batches, samples=start + self._end)
+
+    @property
+    def num_fetched(self) -> int:
+        """How many parts were fetched after `position`."""
+        return len(self._fetched)
 
     def fetch(self, parts: list[Part]) -> None:
         """Called with parts that are about to be loaded."""
@@ -160,44 +184,52 @@ class Epoch:
         Some loaders iterate their sampler twice and read the second iterator: torch's with workers, torchdata's when
         they resume.
         """
-        if self.drawn is not None:
-            self.streams.restart()
         self._pass()
         self._fetched.clear()
-        self.drawn = Drawn(items, self.streams, reads, most_steps=most_steps, eager=eager)
-        if self._seed_workers is not None:
-            with self.streams.drawing():
-                self._seed_workers()
+        with self.streams.drawing():
+            if self._seed_workers is not None:
+                self.streams.restart()
+            self.drawn = Drawn(items, self.streams, reads, most_steps=most_steps, eager=eager)
+            if self._seed_workers is not None:
+                self._seed_workers(self.number)
         return iter(self.drawn)
 
 
 @final
 class Order:
-    """The epochs of one loader: the seed, the number of the next epoch, and the latest epoch."""
+    """The epochs of one loader: the number of the next one, the generators it is drawn from, and the latest epoch."""
 
     def __init__(
         self,
         seed: int,
-        own: Sequence[Rng] = (),
+        process: Mapping[str, Rng],
+        own: Sequence[Rng],
         *,
-        seed_workers: Callable[[], object] | None = None,
+        copies: dict[str, Any] | None,
+        seed_workers: Callable[[int], object] | None = None,
         keeps_workers: bool = False,
-        from_torch: bool = False,
     ) -> None:
-        """`own`: the sampler's generators. `seed_workers`: draws a seed for workers when each epoch begins, or the
-        first alone, if the loader `keeps_workers`. `from_torch`: of the global generators, the sampler and the loader
-        draw from torch's alone."""
+        """`process`: the generators of the process that the order is drawn from. `own`: the sampler's. `copies`: the
+        states of `process` from which ranks draw that have one order; None: from the generators as they are.
+        `seed_workers`: of samplers; draws what torch draws when the epoch of this number begins. `keeps_workers`:
+        whether torch draws that in the first epoch alone."""
         self.seed, self.own, self.epoch = seed, own, 0
-        self._seed_workers, self._keeps_workers, self._from_torch = seed_workers, keeps_workers, from_torch
+        self._process, self._copies, self._first = process, copies, copies or {}
+        self._next = 0
+        """The number of the epoch that the copies are the states of."""
+        self._seed_workers, self._keeps_workers = seed_workers, keeps_workers
         self.latest: Epoch | None = None
         self.standing: Epoch | None = None
         """The epoch of the loop's latest batch."""
-        self._resumed: tuple[int, Position] | None = None
-        """A restored epoch number and position."""
-        self._following: list[Any] | None = None
-        """The states of `own` after the restored epoch, which the loop had left."""
+        self._resumed: dict[str, Any] | None = None
+        """The restored state."""
         self._opening: Epoch | None = None
         self._unsettled: Epoch | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks have this order."""
+        return self._copies is not None
 
     @contextmanager
     def opening(self) -> Iterator[Epoch]:
@@ -211,12 +243,13 @@ class Order:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Context: an iteration begins at the first batch of the epoch, and the order stays as it is."""
+        """Context: an iteration begins at the first batch of the epoch, and order and generators stay as they are."""
         kept = self.latest, self._opening
-        self._opening = self._epoch(Position())
         try:
-            with self._opening.streams.drawing():
-                yield
+            with preserved_rngs(self.own):
+                self._opening = self._epoch(Position())
+                with self._opening.streams.drawing():
+                    yield
         finally:
             self.latest, self._opening = kept
 
@@ -230,64 +263,126 @@ class Order:
         if epoch.counted:
             return
         epoch.counted = True
-        self._unsettled, self._resumed, self._following = epoch, None, None
+        self._unsettled, self._resumed = epoch, None
+        self._next = epoch.number + 1
         if self.epoch == epoch.number:
             self.epoch += 1
 
     def settle(self) -> None:
-        """Advance the sampler's generators to the end of the latest counted epoch.
+        """Advance the states that ranks share to the end of the latest counted epoch.
 
-        An order of known length is drawn to its end even if the loop ended early: the ranks may have left it at
-        different batches, and their generators must stay equal.
+        Indices of known number are drawn to their end even if the loop ended early: the ranks may have left it at
+        different batches, and must draw the same next ones. Generators of the sampler that the user has reseeded or
+        used meanwhile keep their states.
         """
         epoch, self._unsettled = self._unsettled, None
-        if epoch is None or epoch.drawn is None or not self.own:
+        if epoch is None or epoch.streams.start is None or not self.is_shared:
             return
-        if epoch.drawn.sized:
-            epoch.drawn.finish()
-        epoch.streams.settle(complete=epoch.drawn.ended)
+        states = self._after(epoch)
+        self._copies = states["process"]
+        starts = epoch.streams.start[len(self._process) :]
+        for rng, start, end in zip(self.own, starts, states["generators"], strict=True):
+            if digest(rng.read()) == digest(start):
+                rng.write(end)
+
+    def _after(self, epoch: Epoch) -> dict[str, Any]:
+        """The states after this epoch, from which the next one is drawn."""
+        drawn = epoch.drawn
+        if drawn is not None and self._seed_workers is not None and drawn.sized:
+            drawn.finish()
+        is_complete = drawn is None or drawn.ended  # otherwise ranks may have drawn different numbers of items
+        return self._by_name(epoch.streams.states if is_complete else self._seeded(epoch.number + 1))
+
+    def _by_name(self, states: list[Any]) -> dict[str, Any]:
+        num = len(self._process)
+        return {"process": dict(zip(self._process, states, strict=False)), "generators": states[num:]}
 
     def state_dict(self, *, is_mid_epoch: bool = True) -> dict[str, Any]:
         """The position of the loop: within its epoch, or at the start of the next one; there always, if not
         `is_mid_epoch`."""
         epoch = self.standing
         if epoch is not None and not epoch.over and is_mid_epoch:
-            number, position, own = epoch.number, epoch.position, epoch.streams.begun
-            is_settled = epoch.counted and self._unsettled is not epoch
-            following = [rng.read() for rng in self.own] if is_settled and self.own else None
-        else:
-            number, position, own = self.epoch, self._beginning(), [rng.read() for rng in self.own]
-            following = self._following
-        state = {"seed": self.seed, "epoch": number, "generators": own, **asdict(position)}
-        return state if following is None else state | {"following": following}
+            return self._state_of(epoch)
+        if self._resumed is not None and self._beginning() != Position():
+            return self._resumed
+        state = {"seed": self.seed, "epoch": self.epoch, **asdict(Position())}
+        return state | self._now()
+
+    def _state_of(self, epoch: Epoch) -> dict[str, Any]:
+        begun = self._by_name(epoch.streams.begun or [])
+        state = {"seed": epoch.seed, "epoch": epoch.number, **asdict(epoch.position), **begun}
+        if not self.is_shared:
+            return state | {"ahead": epoch.num_fetched, "following": self._now()}
+        is_settled = epoch.counted and self._unsettled is not epoch
+        return state | {"following": self._now() if is_settled else self._after(epoch)}
+
+    def _now(self) -> dict[str, Any]:
+        """The states from which the next epoch is drawn."""
+        process = {name: rng.read() for name, rng in self._process.items()} if self._copies is None else self._copies
+        return {"process": process, "generators": read_all(self.own)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration begin at the position in `state`."""
-        self.seed, self.epoch = state["seed"], state["epoch"]
-        self._resumed = self.epoch, Position(**{name: state[name] for name in ("start", "batches", "samples")})
+        self.epoch = self._next = state["epoch"]
+        self._resumed = state
         self.latest = self.standing = self._unsettled = None
-        self._following = state.get("following")
-        for rng, own in zip(self.own, state["generators"], strict=True):
-            rng.write(own)
+        if self.is_shared:
+            self.seed = state["seed"]
+        self._go_on_from(state if self.is_shared else state.get("following", state))
 
-    def seed_of(self, epoch: Epoch, end: int, reader: int) -> int:
-        """The seed for loading the batch that ends after `end` samples of the epoch, in workers of share `reader`."""
-        return mix(self.seed, epoch.number, "batch", end, reader)
+    def _go_on_from(self, states: dict[str, Any]) -> None:
+        if self._copies is not None:
+            self._copies = {name: states["process"].get(name, copy) for name, copy in self._copies.items()}
+        write_all(self.own, states["generators"])
 
     def _new(self) -> Epoch:
         self.settle()
-        if self._following is not None and self._resumed is not None and self._resumed[0] != self.epoch:
-            for rng, state in zip(self.own, self._following, strict=True):
-                rng.write(state)
-            self._following = None
+        resumed = self._resumed
+        if resumed is not None and resumed["epoch"] != self.epoch:
+            self._resumed, self._next = None, resumed["epoch"]
+            if self._copies is not None and "following" in resumed:
+                self._next += 1
+                self._go_on_from(resumed["following"])
+        if self._copies is not None and self.epoch != self._next:
+            self._copies, self._next = self._chosen(), self.epoch
         return self._epoch(self._beginning())
 
+    def _chosen(self) -> dict[str, Any]:
+        """The states from which an epoch is drawn that is not the next one."""
+        if self.epoch == 0:
+            return self._first
+        return dict(zip(self._process, self._seeded(self.epoch), strict=False))
+
+    def _seeded(self, number: int) -> list[Any]:
+        """The states of all generators, seeded by the number of an epoch."""
+        rngs = [*self._process.values(), *self.own]
+        with preserved_rngs(self.own):
+            for rng in rngs:
+                rng.seed(mix(self.seed, number))
+            return read_all(rngs)
+
     def _epoch(self, begun_at: Position) -> Epoch:
-        streams = Streams(mix(self.seed, self.epoch), self.own, from_torch=self._from_torch)
-        has_new_workers = self.epoch == 0 or not self._keeps_workers
-        return Epoch(self.epoch, streams, begun_at, self._seed_workers if has_new_workers else None)
+        start: list[Any] | None = None
+        begun: list[Any] | None = None
+        seed: int | None = None
+        process = self._process
+        resumed = self._resumed if begun_at != Position() else None
+        if resumed is not None:
+            saved = resumed["process"]
+            states = (saved[name] if name in saved else rng.read() for name, rng in process.items())
+            start = begun = [*states, *resumed["generators"]]
+            seed = resumed["seed"]
+        elif self._copies is None and self._keeps_workers and self.epoch > 0:
+            begun = read_all([*process.values(), *self.own])  # a resumed run starts workers, and torch draws their seed
+        if self._copies is not None:
+            start, seed = [*self._copies.values(), *read_all(self.own)], self.seed
+        streams = Streams(list(process.values()), self.own, start, begun)
+        ahead = 0 if resumed is None else resumed.get("ahead", 0)
+        of_rank = torch.initial_seed() if self.is_shared else 0
+        return Epoch(self.epoch, seed, of_rank, streams, begun_at, num_ahead=ahead, seed_workers=self._seed_workers)
 
     def _beginning(self) -> Position:
         """Where the next epoch begins: a restored position is dropped if `set_epoch` has chosen another epoch."""
-        number, position = self._resumed or (None, Position())
-        return position if number == self.epoch else Position()
+        if self._resumed is None or self._resumed["epoch"] != self.epoch:
+            return Position()
+        return Position(**{name: self._resumed[name] for name in ("start", "batches", "samples")})

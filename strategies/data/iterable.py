@@ -1,6 +1,6 @@
 """Iterable datasets: every rank reads the whole stream and keeps its share, unless the dataset can be split.
 
-An iterable dataset has no sampler to replace, so the copy of the loader gets another dataset: a `SharedStream` reads
+An iterable dataset has no sampler to replace, so the copy of the loader gets another dataset: a `PreparedStream` reads
 the user's dataset, makes the batches, and yields those of its rank. It runs in each worker, over the part of the
 stream that the user's code gives to that worker.
 """
@@ -15,10 +15,11 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fabric.strategies.data import huggingface
-from fabric.strategies.data.epochs import Drawn
+from fabric.strategies.data.epochs import Epoch, Order
 from fabric.strategies.data.partition import Cut
-from fabric.strategies.data.rng import Streams, mix, process_rngs
+from fabric.strategies.data.rng import mix, seed_process
 from fabric.strategies.data.share import Share
+from fabric.strategies.data.take import once
 
 
 @runtime_checkable
@@ -61,53 +62,40 @@ def split_stream(dataset: IterableDataset[Any], share: Share) -> SplitStream | s
 
 
 @final
-class SharedStream(IterableDataset[Any]):
-    """One rank's batches of the user's iterable dataset, before `collate_fn`.
+class PreparedStream(IterableDataset[Any]):
+    """The user's iterable dataset as one rank reads it.
 
-    Random numbers depend on seed, epoch and worker only, so that all ranks read the same stream.
+    `cut`: yields this rank's batches, before `collate_fn`, of a stream that all ranks read; None: all samples. `order`:
+    what a stream that is read without workers draws from. `is_reseeded`: seeds the generators of workers at the
+    beginning of each epoch: persistent ones would keep theirs, and a resumed run starts new workers.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], cut: Cut, seed: int) -> None:
-        self.dataset, self.cut = dataset, cut
-        self.announced = torch.tensor([seed, 0])
-        """The seed, and the epoch of the next iteration. In shared memory if workers are persistent."""
-
-    def __iter__(self) -> Iterator[Any]:
-        seed, epoch = self.announced.tolist()
-        info = get_worker_info()
-        streams = Streams(mix(seed, epoch, "stream", info.id if info else 0))
-        return (part.batch for part in self.cut(iter(Drawn(self.dataset, streams, self.cut.reads))))
-
-    def announce(self, seed: int, epoch: int) -> None:
-        """Set the epoch of the next iteration. Called in the process that iterates, not in a worker."""
-        self.announced.copy_(torch.tensor([seed, epoch]))
-
-
-@final
-class ReseededStream(IterableDataset[Any]):
-    """The user's iterable dataset, in persistent workers: seeds the worker's generators at the beginning of each epoch.
-
-    Persistent workers would keep their generators from epoch to epoch, and a resumed run starts new workers.
-    """
-
-    def __init__(self, dataset: Iterable[Any], reader: int) -> None:
-        """`reader`: makes the random numbers of this rank's workers differ from those of other ranks."""
-        self.dataset, self.reader = dataset, reader
-        self.announced = torch.zeros(2, dtype=torch.int64)
-        """The seed, and the epoch of the next iteration."""
-        self.announced.share_memory_()  # type: ignore[no-untyped-call]
+    def __init__(
+        self, dataset: Iterable[Any], cut: Cut | None, *, order: Order | None = None, is_reseeded: bool = False
+    ) -> None:
+        self.dataset, self.cut, self.order, self.is_reseeded = dataset, cut, order, is_reseeded
+        self.seed = torch.zeros((), dtype=torch.int64)
+        """Of the epoch that workers begin next."""
+        if is_reseeded:
+            self.seed.share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        if info is not None:
-            seed = mix(*self.announced.tolist(), "part", self.reader, info.id)
-            for rng in process_rngs():
-                rng.seed(seed)
-        return iter(self.dataset)
+        if info is not None and self.is_reseeded:
+            seed_process(mix(int(self.seed), info.id))
+        if self.cut is None:
+            return iter(self.dataset)
+        if self.order is None:
+            return (part.batch for part in self.cut(once(iter(self.dataset))))
+        items = self.order.begin().draw(self.dataset, self.cut.reads, most_steps=1, eager=True)
+        return (part.batch for part in self.cut(items))
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def announce(self, seed: int, epoch: int) -> None:
-        """As `SharedStream.announce`."""
-        self.announced.copy_(torch.tensor([seed, epoch]))
+    def announce(self, epoch: Epoch) -> None:
+        """Called in the process that iterates, not in a worker, before torch draws the seed of the workers."""
+        if self.order is None:
+            epoch.streams.begin()
+        if self.is_reseeded:
+            self.seed.fill_(mix("stream", epoch.seed, epoch.number))

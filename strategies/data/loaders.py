@@ -14,20 +14,29 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, SequentialSampler
 
 from fabric.launchers.process.os_process import num_cores
-from fabric.strategies.data.batch_sampler import MOST_STEPS, IndexSource, index_source
-from fabric.strategies.data.content import Ranks, agree_on_loader, agree_on_seed, describe, describe_dataset, is_torchs
+from fabric.strategies.data import huggingface
+from fabric.strategies.data.batch_sampler import MOST_STEPS, IndexSource, index_source, indices_of
+from fabric.strategies.data.content import (
+    Ranks,
+    agree_on_loader,
+    agree_on_seed,
+    describe,
+    describe_dataset,
+    describe_first_sample,
+    is_torchs,
+)
 from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch
 from fabric.strategies.data.epochs import Order
-from fabric.strategies.data.iterable import ReseededStream, SharedStream, SplitStream, split_stream
+from fabric.strategies.data.iterable import PreparedStream, SplitStream, split_stream
 from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.partition import Cut, RoundRobinCut, SampleCut
 from fabric.strategies.data.positions import own_position
-from fabric.strategies.data.rng import own_rngs
+from fabric.strategies.data.rng import Rng, own_rngs, process_rngs, torch_rng, write_all
 from fabric.strategies.data.share import Share, Uneven, Use
-from fabric.strategies.data.split import split_of
+from fabric.strategies.data.split import parts_of, split_of
 from fabric.strategies.data.take import length_of
 from fabric.strategies.data.transfer import Carry, one_ahead, one_by_one
 from fabric.strategies.data.uneven import Agreement
@@ -49,7 +58,7 @@ def process_dataloader(
     progress: LoopProgress,
     report: Callable[[str], None],
     carry: Carry | None = None,
-    draw_apart: Callable[[], None] | None = None,
+    draw_apart: Callable[[], None] = lambda: None,
     uneven: Uneven | None = None,
     in_step: bool = False,
 ) -> DeviceLoader:
@@ -59,7 +68,7 @@ def process_dataloader(
     the same order from the same random numbers. Data that is split for this rank already (`DistributedSampler`,
     `split_dataset_by_node`: see `split.py`) is not split again. `progress` tells apart loaders that are set up in the
     same random state. `report` shows a warning, on one rank. `carry`: moves batches to the device, if that has a way of
-    its own. `draw_apart`: called before each batch is yielded. `in_step`: all ranks need equal numbers of batches in
+    its own. `draw_apart`: called before each iteration. `in_step`: all ranks need equal numbers of batches in
     evaluation too.
     Raises: ValueError: the data cannot be distributed, is split for another rank or another number of ranks, or ranks
     have different loaders. TypeError: `loader` is not iterable.
@@ -92,11 +101,10 @@ def process_dataloader(
         reading = replace(_own(loader, setup), agreement=agreement)
     elif not distribute:
         # Each rank reads its own loader, perhaps alone: no collective unless `uneven` was passed.
-        words, exact = type(loader).__name__, _has_indices(loader)
-        agreement = None if uneven is None else _agreement(loader, words, setup, exact=exact)
+        agreement = None if uneven is None else _agreement(loader, type(loader).__name__, setup)
         reading = replace(_own(loader, setup), agreement=agreement)
     elif ranks.size == 1 and own_position(loader) is not None:
-        reading = _whole(loader, share)
+        reading = _whole(loader)
     elif isinstance(loader, DataLoader):
         reading = _shared(loader, setup)
     else:
@@ -106,16 +114,16 @@ def process_dataloader(
         reading = _as_items(loader, setup)
     if distribute and reading.agreement is None and setup.evaluates_in_step and not _is_even(reading, setup):
         name = type(loader).__name__
-        reading = replace(reading, agreement=_agreement(loader, name, setup, exact=_has_indices(loader)))
+        reading = replace(reading, agreement=_agreement(loader, name, setup))
     reading = replace(
         reading,
         device=device if accelerated else None,
         carry=carry or (one_ahead if ahead else one_by_one),
         report=report,
         progress=progress,
+        begin=(draw_apart, *reading.begin),
         trains=use == "train",
         resumes_left=use in ("train", "predict"),
-        draw_apart=draw_apart,
     )
     return DeviceLoader(loader, reading)
 
@@ -168,121 +176,143 @@ def _has_indices(loader: object) -> bool:
 def _own(loader: Iterable[Any], setup: _Setup) -> Reading:
     """The user's loader unsplit: each rank reads all of it, at a position of its own."""
     if own_position(loader) is not None:
-        reading = _whole(loader, setup.share)
+        reading = _whole(loader)
     elif isinstance(loader, DataLoader) and _has_indices(loader):
-        reading = _indexed(loader, setup.alone(), reader=setup.share.index)
+        reading = _indexed(loader, setup.alone())
     else:
-        whole = _whole(loader, setup.share)
+        whole = _whole(loader)
         items = _as_items(whole.source, setup.alone())
         reading = replace(items, start=whole.start, epochal=whole.epochal, announce=whole.announce)
     return replace(reading, part=setup.part)
 
 
-def _whole(loader: Iterable[Any], share: Share) -> Reading:
+def _whole(loader: Iterable[Any]) -> Reading:
     """The user's loader; only its `worker_init_fn` is replaced."""
-    if not isinstance(loader, DataLoader):
+    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return Reading(source=loader, epochal=_epochal(loader, loader), position=own_position(loader))
-    if loader.num_workers == 0:
-        return Reading(source=loader, epochal=_epochal(loader, loader), position=own_position(loader))
-    start = WorkerStart(share.index, loader)
+    start = WorkerStart(loader)
     source = _copy(loader, worker_init_fn=start)
     reading = Reading(source=source, start=start, epochal=_epochal(loader, source), position=own_position(source))
-    return _reseeded(reading, source, share)
+    return _reseeded(reading, source)
 
 
-def _reseeded(reading: Reading, source: DataLoader[Any], share: Share) -> Reading:
+def _reseeded(reading: Reading, source: DataLoader[Any]) -> Reading:
     """The same, with a seed for each epoch if persistent workers read a stream."""
     dataset = source.dataset
-    if not isinstance(dataset, IterableDataset) or isinstance(dataset, IterDataPipe) or not source.persistent_workers:
+    if not isinstance(dataset, IterableDataset) or isinstance(dataset, IterDataPipe):
         return reading
-    if reading.position is not None:
+    if not source.persistent_workers or reading.position is not None:
         return reading
-    stream = ReseededStream(dataset, share.index)
+    stream = PreparedStream(dataset, None, is_reseeded=True)
     source.__dict__["dataset"] = stream  # a copy, which has no workers yet
     return replace(reading, announce=stream.announce)
 
 
 def _shared(loader: DataLoader[Any], setup: _Setup) -> Reading:
     if not isinstance(loader.dataset, IterableDataset):
-        return _indexed(loader, setup, reader=setup.share.index)
+        return _indexed(loader, setup)
     if isinstance(loader.dataset, IterDataPipe):
-        if setup.ranks.size > 1:
-            raise ValueError(
-                f"`{type(loader.dataset).__name__}` is a data pipe, which shards itself in torch's `DataLoader`. Pass "
-                "`use_distributed_sampler=False`, or make it an `IterableDataset`."
-            )
-        return _own(loader, setup)
+        if setup.ranks.size == 1:
+            return _own(loader, setup)
+        raise ValueError(
+            f"`{type(loader.dataset).__name__}` is a data pipe, which shards itself in torch's `DataLoader`. Pass "
+            "`use_distributed_sampler=False`, or make it an `IterableDataset`."
+        )
     return _shared_stream(loader, loader.dataset, setup)
 
 
-def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
-    """A loader over a map-style dataset; `reader`: makes random numbers of its workers differ from other ranks'."""
-    own, seeding = own_rngs(loader), torch.Generator()
-    seed, states = agree_on_seed(own, setup.progress.next_number(), setup.ranks)
-    samplers = [loader.sampler] if loader.batch_sampler is None else [loader.sampler, loader.batch_sampler]
-
-    def seed_workers() -> None:
-        """Draw what torch draws when it starts workers. They start when a run is resumed, too, so it is drawn here."""
-        seeding.manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator)))
-
-    order = Order(
-        seed,
-        own,
-        seed_workers=seed_workers,
-        keeps_workers=loader.persistent_workers,
-        from_torch=type(loader) is DataLoader and all(map(is_torchs, samplers)),
-    )
-    seeded = loader.num_workers > 0
-    name, index = index_source(loader, setup.share, setup.uneven, order, reader=reader if seeded else None)
-    if setup.ranks.size > 1:
-        described = _described(loader) | describe(index.items, loader.dataset, seed) | {"generators": len(own)}
-        if not agree_on_loader(described, own, setup.ranks):
-            setup.report(
-                "The random generators of this loader's sampler have different states on the ranks. All ranks read in "
-                "the order of rank 0's. To choose the order yourself, seed them alike."
-            )
-            for rng, state in zip(own, states, strict=True):
-                rng.write(state)
-        _refuse(index.cut, index.items)
-    start = WorkerStart(reader, loader)
-    parts: dict[str, Any] = {"dataset": SeededDataset(loader.dataset)} if seeded else {}
-    source = _copy(loader, worker_init_fn=start, generator=seeding, **{name: index}, **parts)
+def _indexed(loader: DataLoader[Any], setup: _Setup) -> Reading:
+    """A loader over a map-style dataset."""
+    _, items = indices_of(loader)
+    is_torchs_own = type(loader) is DataLoader and (type(items) in _WITHOUT_DRAWS or is_torchs(items))
+    process = {"torch": torch_rng()} if is_torchs_own else process_rngs()
+    order, seed, states = _order(process, loader, setup, shuffles=type(items) not in _WITHOUT_DRAWS)
+    is_seeded = loader.num_workers > 0
+    name, index = index_source(loader, setup.share, setup.uneven, order, is_seeded=is_seeded)
+    if order.is_shared:
+        _agree(loader, describe(items, loader.dataset, seed), order, states, setup)
+        _refuse(index.cut, items)
+    start = WorkerStart(loader)
+    parts: dict[str, Any] = {"dataset": SeededDataset(loader.dataset)} if is_seeded else {}
+    if order.is_shared:  # which draws what torch draws from it
+        parts["generator"] = torch.Generator()
+    source = _copy(loader, worker_init_fn=start, **{name: index}, **parts)
     return Reading(
         source=source,
         order=order,
         index=index,
+        announce=start.announce if order.is_shared else None,
         start=start,
         epochal=_epochal(loader, source),
         begin=(setup.progress.restart_numbers,),
     )
 
 
-def _described(loader: DataLoader[Any]) -> dict[str, Any]:
-    return {"batch size": loader.batch_size, "drop_last": loader.drop_last}
+_WITHOUT_DRAWS = (SequentialSampler, range, list, tuple)
+
+
+def _order(
+    process: Mapping[str, Rng], loader: Iterable[Any], setup: _Setup, *, shuffles: bool
+) -> tuple[Order, int, list[Any]]:
+    """The order of a loader, the seed on which its ranks have agreed, and the states of rank 0's own generators."""
+    own = own_rngs(loader) if isinstance(loader, DataLoader) else []
+    keeps_workers = isinstance(loader, DataLoader) and loader.persistent_workers
+    generator = loader.generator if isinstance(loader, DataLoader) else None
+    if setup.ranks.size == 1:
+        return Order(0, process, own, copies=None, keeps_workers=keeps_workers), 0, []
+    number = setup.progress.next_number(shuffles=shuffles)
+    seed, copies, states = agree_on_seed(process, own, number, setup.ranks)
+    known = {name: rng for name, rng in process.items() if name in copies}
+
+    def seed_workers(number: int) -> None:
+        if number == 0 or not keeps_workers:
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+
+    order = Order(
+        seed,
+        known,
+        own,
+        copies={name: copies[name] for name in known},
+        seed_workers=seed_workers if _has_indices(loader) else None,
+    )
+    return order, seed, states
+
+
+def _agree(loader: DataLoader[Any], described: dict[str, Any], order: Order, states: list[Any], setup: _Setup) -> None:
+    """Raise ValueError if ranks have different loaders; give all of them the states of rank 0's own generators."""
+    words = {"batch size": loader.batch_size, "drop_last": loader.drop_last, "generators": len(order.own)} | described
+    if not agree_on_loader(words, order.own, setup.ranks):
+        setup.report(
+            "The random generators of this loader's sampler have different states on the ranks. All ranks read in the "
+            "order of rank 0's. To choose the order yourself, seed them alike."
+        )
+        write_all(order.own, states)
 
 
 def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup: _Setup) -> Reading:
     share, batch_size = setup.share, loader.batch_size
-    seed, _ = agree_on_seed([], setup.progress.next_number(), setup.ranks)
-    if setup.ranks.size > 1:
+    order, seed, states = _order(process_rngs(), loader, setup, shuffles=True)
+    if order.is_shared:
         described = {"dataset": describe_dataset(dataset), "length": length_of(dataset)}
-        described |= _described(loader) | {"num_workers": loader.num_workers}
-        agree_on_loader(described, [], setup.ranks)
-    start = WorkerStart(share.index, loader)
+        _agree(loader, described | {"num_workers": loader.num_workers}, order, states, setup)
+    start = WorkerStart(loader)
     if share.count > 1:
         part = split_stream(dataset, share)
         if isinstance(part, SplitStream):
             return _own_part(loader, part, setup, start)
+        if not huggingface.is_iterable(dataset):
+            first = describe_first_sample(parts_of(loader), dataset, seed)
+            if not setup.ranks.same(first):
+                name = type(dataset).__name__
+                setup.report(_SPLITS_ITSELF.format(name=name))
+                return replace(_own(loader, setup), agreement=_equal_batches(loader, name, setup, exact=False))
         setup.report(part)
     cut: Cut = RoundRobinCut(share=share, uneven=setup.uneven)
     if batch_size is not None:
         cut = SampleCut(share=share, uneven=setup.uneven, batch_size=batch_size, drop_last=loader.drop_last)
-    order = Order(seed)
-    stream = SharedStream(dataset, cut, seed)
-    if loader.persistent_workers:
-        stream.announced.share_memory_()  # type: ignore[no-untyped-call]
-    parts = {"dataset": stream, "batch_sampler": None}
-    source = _copy(loader, worker_init_fn=start, **parts)
+    drawn_here = order if loader.num_workers == 0 else None
+    stream = PreparedStream(dataset, cut, order=drawn_here, is_reseeded=loader.persistent_workers)
+    source = _copy(loader, worker_init_fn=start, dataset=stream, batch_sampler=None)
     return Reading(
         source=source,
         order=order,
@@ -294,6 +324,12 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
     )
 
 
+_SPLITS_ITSELF = (
+    "The first samples of the ranks' `{name}` differ, so it is taken as split over the ranks, and each rank reads all "
+    "of its own. If it is one stream, which the ranks are to split, seed alike what it shuffles by."
+)
+
+
 def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start: WorkerStart) -> Reading:
     source = _copy(loader, worker_init_fn=start, dataset=stream.part)
     agreement = _equal_batches(source, stream.words, setup, exact=False)
@@ -302,7 +338,7 @@ def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start
     reading = _as_items(source, setup.alone()) if position is None else Reading(source=source, position=position)
     begin = (*reading.begin, stream.set_epoch)
     reading = replace(reading, start=start, epochal=epochal, begin=begin, part=setup.part, agreement=agreement)
-    return _reseeded(reading, source, setup.share)
+    return _reseeded(reading, source)
 
 
 def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool) -> Agreement | None:
@@ -314,10 +350,10 @@ def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup, *, exact: b
     if setup.uneven and not setup.evaluates_in_step:
         return None
     if setup.uneven or setup.when_ended is not None:
-        return _agreement(loader, words, setup, exact=exact)
+        return _agreement(loader, words, setup)
     length = length_of(loader)
     if setup.ranks.same(repr(length)):
-        return None if exact else _agreement(loader, words, setup, exact=exact)
+        return None if exact else _agreement(loader, words, setup)
     lengths = setup.ranks.gather(length)
     raise ValueError(
         f"`{words}` gives the {len(lengths)} ranks {', '.join(map(str, lengths))} batches, and each rank must train on "
@@ -326,24 +362,20 @@ def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup, *, exact: b
     )
 
 
-def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool) -> Agreement | None:
+def _agreement(loader: Iterable[Any], words: str, setup: _Setup) -> Agreement | None:
     if setup.ranks.size == 1 or setup.ranks.votes is None:
         return None
-    # Read ahead what workers load; and without workers too if a `SharedStream` makes the batches, whose random
-    # generators are its own. A loader with a state counts what was read.
-    ahead = False
-    if isinstance(loader, DataLoader) and own_position(loader) is None:
-        ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
+    # Read ahead what workers load. A loader with a state counts what was read.
+    ahead = isinstance(loader, DataLoader) and own_position(loader) is None and loader.num_workers > 0
     votes = setup.ranks.votes()
     return Agreement(setup.when_ended or "stop", votes, words, setup.report, ahead=ahead, trains=not setup.uneven)
 
 
 def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
     """An iterable of batches, distributed round-robin."""
-    seed, _ = agree_on_seed([], setup.progress.next_number(), setup.ranks)
     cut = RoundRobinCut(share=setup.share, uneven=setup.uneven)
     _refuse(cut, items)
-    order = Order(seed)
+    order, _, _ = _order(process_rngs(), items, setup, shuffles=True)
     # Only a list is read ahead: the state of any other iterable must be that of the loop.
     at_hand = isinstance(items, (list, tuple))
     most_steps = MOST_STEPS if at_hand else 1

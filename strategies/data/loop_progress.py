@@ -21,13 +21,14 @@ because it was left before."""
 class LoopProgress:
     """What the loop has done so far, for all loaders of a process.
 
-    Also numbers the loaders that are set up in the same state of torch's global generator, from 0. Once one of them is
-    iterated, numbers start at 0 again: a program that seeds itself again, in the same process, reads the same order
-    again.
+    Also numbers the loaders that are set up in the same state of torch's global generator, from 0, those that shuffle
+    apart from those that do not. Once one of them is iterated, numbers start at 0 again: a program that seeds itself
+    again, in the same process, reads the same order again.
     """
 
     def __init__(self) -> None:
-        self._state, self._number = b"", 0
+        self._state = b""
+        self._numbers: Counter[bool] = Counter()
         self.num_backwards = 0
         """Backward passes of the loop. An iteration that ends after one batch and none of these uses up no epoch."""
         self.num_steps = 0
@@ -47,11 +48,13 @@ class LoopProgress:
         """Backward passes and optimizer steps."""
         return self.num_backwards + self.num_steps
 
-    def next_number(self) -> int:
+    def next_number(self, *, shuffles: bool) -> int:
         """The number of the loader that is being set up."""
         state = digest(torch.default_generator.get_state())
-        self._state, self._number = state, self._number + 1 if state == self._state else 0
-        return self._number
+        if state != self._state:
+            self._state, self._numbers = state, Counter()
+        self._numbers[shuffles] += 1
+        return self._numbers[shuffles] - 1
 
     def restart_numbers(self) -> None:
         """Start at 0 again: called when a loader is iterated."""

@@ -1,9 +1,9 @@
-"""Random numbers that are equal on every rank, drawn without changing the random state of the process.
+"""Random generators: the states from which the order of an epoch is drawn, and ranks that draw apart.
 
-A sampler may draw from torch, `random`, numpy, or a generator of its own. So that all ranks draw the same order, the
-states of all of them are replaced during a draw and restored afterwards. That costs about 40 us per draw, and 0.6 ms
-where numpy is imported; for torch's own samplers, 8 us. So indices are drawn in chunks. Another thread that draws at
-the same time sees the replaced states.
+In one process the order is drawn from torch's, `random`'s and numpy's generators and those of the sampler, as they are.
+Ranks that share an order draw it from copies of rank 0's states: these replace the states of the generators during a
+draw, and the former ones are restored. That costs about 40 us per draw, and 0.6 ms where numpy is imported; for torch's
+own samplers, 8 us. So indices are drawn in chunks. Another thread that draws at the same time sees the replaced states.
 """
 
 from __future__ import annotations
@@ -43,22 +43,28 @@ def torch_rng() -> Rng:
     return Rng(generator.get_state, generator.set_state, generator.manual_seed)
 
 
-def process_rngs() -> list[Rng]:
+def process_rngs() -> dict[str, Rng]:
     """The global generators of torch (CPU), of `random`, and of numpy if it is imported."""
-    found = [torch_rng(), Rng(random.getstate, random.setstate, random.seed)]
+    found = {"torch": torch_rng(), "python": Rng(random.getstate, random.setstate, random.seed)}
     numpy = sys.modules.get("numpy")
-    return found if numpy is None else [*found, _numpys(numpy.random)]
+    return found if numpy is None else found | {"numpy": _numpys(numpy.random)}
 
 
 @contextmanager
-def preserved_rngs(rngs: list[Rng] | None = None) -> Iterator[None]:
-    """Restore the states of these generators (None: of the global ones) when the context ends."""
-    rngs = process_rngs() if rngs is None else rngs
-    states = _states(rngs)
+def preserved_rngs(own: Sequence[Rng] = ()) -> Iterator[None]:
+    """Restore the states of the global generators, and of `own`, when the context ends."""
+    rngs = [*process_rngs().values(), *own]
+    states = read_all(rngs)
     try:
         yield
     finally:
-        _restore(rngs, states)
+        write_all(rngs, states)
+
+
+def seed_process(seed: int) -> None:
+    """Seed the global generators."""
+    for rng in process_rngs().values():
+        rng.seed(seed)
 
 
 def own_rngs(loader: DataLoader[Any]) -> list[Rng]:
@@ -115,68 +121,68 @@ def digest(state: Any) -> bytes:
 
 @final
 class Streams:
-    """The random states of one epoch: the global generators seeded anew, and those of the user's sampler (`own`).
+    """The random states from which the order of an epoch is drawn, of the process's generators and the sampler's `own`.
 
-    Between draws `own` generators have the state in which the epoch began, so an epoch that is not counted changes
-    nothing; `settle` advances them.
+    `start`: those with which it begins; the generators have them while it is drawn, and their own outside. None: it is
+    drawn from the generators as they are. `begun`: those at the sampler's first draw, in an epoch that is resumed.
     """
 
-    def __init__(self, seed: int, own: Sequence[Rng] = (), *, from_torch: bool = False) -> None:
-        """`from_torch`: of the global generators, torch's alone is drawn from, which costs a fifth."""
-        self._global, self._own = [torch_rng()] if from_torch else process_rngs(), list(own)
-        self._rngs = [*self._global, *own]
-        self.begun = _states(self._own)
-        self._seed, self._inside = seed, False
-        self._inner: list[Any] = []
-        """Empty until something is drawn."""
+    def __init__(
+        self, process: Sequence[Rng], own: Sequence[Rng], start: list[Any] | None, begun: list[Any] | None = None
+    ) -> None:
+        self._rngs, self._own, self._inside, self._is_released = [*process, *own], own, False, False
+        self.start, self._states = start, start
+        self._is_resumed = begun is not None
+        self.begun = begun
+        """The states at the sampler's first draw, once it has drawn."""
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Within the context, all generators have the states of this epoch; afterwards, their former states."""
-        if self._inside:
+        if self._states is None or self._inside:
             yield
             return
-        outer, self._inside = _states(self._rngs), True
+        outer, self._inside = read_all(self._rngs), True
+        write_all(self._rngs, self._states)
         try:
-            if self._inner:
-                _restore(self._rngs, self._inner)
-            else:
-                self._begin()
             yield
         finally:
-            self._inner, self._inside = _states(self._rngs), False
-            _restore(self._rngs, outer)
+            self._states, self._inside = read_all(self._rngs), False
+            write_all(self._rngs, outer)
+            if self._is_released:
+                self.release()
 
     def restart(self) -> None:
-        """Go back to the states in which the epoch began."""
-        self._inner = []
-        if self._inside:
-            self._begin()
+        """Go back to the states with which the epoch begins. Called within `drawing`."""
+        if self.start is not None:
+            write_all(self._rngs, self.start)
 
-    def settle(self, complete: bool) -> None:
-        """Advance the `own` generators to the next epoch, except those that the user has reseeded or used meanwhile.
+    def begin(self) -> None:
+        """Called within `drawing`, when the sampler is about to draw for the first time."""
+        if self._is_resumed and self.begun is not None:
+            write_all(self._rngs, self.begun)
+        else:
+            self.begun = read_all(self._rngs)
 
-        `complete`: all items were drawn, so they continue from there, as in plain PyTorch. Otherwise ranks may have
-        drawn different numbers of items, and they are seeded from the state in which the epoch began.
-        """
-        for rng, begun, end in zip(self._own, self.begun, self._inner[len(self._global) :], strict=True):
-            if digest(rng.read()) != digest(begun):
-                continue
-            if complete:
-                rng.write(end)
-            else:
-                rng.seed(mix("unfinished", digest(begun)))
+    def release(self) -> None:
+        """Draw from the generators as they are from here on; those of the sampler go on from this epoch's states."""
+        self._is_released = True
+        if self._states is not None and not self._inside:
+            write_all(self._own, self._states[len(self._rngs) - len(self._own) :])
+            self._states = None
 
-    def _begin(self) -> None:
-        for rng in self._global:
-            rng.seed(self._seed)
-        _restore(self._own, self.begun)
+    @property
+    def states(self) -> list[Any]:
+        """The states that the generators have now in this epoch."""
+        return self._states or []
 
 
-def _states(rngs: Sequence[Rng]) -> list[Any]:
+def read_all(rngs: Sequence[Rng]) -> list[Any]:
+    """The states of these generators."""
     return [rng.read() for rng in rngs]
 
 
-def _restore(rngs: Sequence[Rng], states: Sequence[Any]) -> None:
+def write_all(rngs: Sequence[Rng], states: Sequence[Any]) -> None:
+    """Set the states of these generators."""
     for rng, state in zip(rngs, states, strict=True):
         rng.write(state)

@@ -53,7 +53,7 @@ def split_of(loader: object, share: Share) -> Split | None:
     Raises: ValueError: it is split for another rank, or for another number of ranks, than `share`; or it is a pipeline
     of webdataset that is not split.
     """
-    parts = list(_parts(loader))
+    parts = list(parts_of(loader))
     for part in parts:
         split = None if isinstance(part, DataLoader) else _split(part)
         if split is not None and split.count > 1:
@@ -72,7 +72,7 @@ def split_of(loader: object, share: Share) -> Split | None:
     return None
 
 
-def _parts(loader: object) -> Iterator[object]:
+def parts_of(loader: object) -> Iterator[object]:
     """The objects through which the loader reads, outermost first, each once. Without map-style datasets: there the
     sampler splits, and the dataset may have a rank for other reasons."""
     found, waiting = {id(loader)}, [("", loader)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeVar
 
+T = TypeVar("T")
 _END = object()
 
 
-def once(iterator: Iterator[Any]) -> Iterator[Any]:
+def once(iterator: Iterator[T]) -> Iterator[T]:
     """The same items, by `next` alone.
 
     `islice`, `zip` and `for` call `iter` on it, with which the iterators of some streams (litdata's) begin again. For
@@ -17,9 +18,9 @@ def once(iterator: Iterator[Any]) -> Iterator[Any]:
     return iterator if type(iterator).__module__ == "builtins" else _by_next(iterator)
 
 
-def _by_next(iterator: Iterator[Any]) -> Iterator[Any]:
+def _by_next(iterator: Iterator[T]) -> Iterator[T]:
     while (item := next(iterator, _END)) is not _END:
-        yield item
+        yield item  # type: ignore[misc]
 
 
 def length_of(something: object) -> int | None:

@@ -1,13 +1,13 @@
-"""The `worker_init_fn` of prepared loaders: workers end with their rank and not before, and have seeds of their own.
+"""The `worker_init_fn` of prepared loaders: workers end with their rank and not before, and are seeded as it is.
 
 SLURM and systemd signal every process of a job. The signals that stop a job are handled by the rank: a worker that
 died of one would raise in the rank while it writes its last checkpoint. A worker ignores them; when the rank exits,
 workers that are still running are killed.
 
-If ranks are seeded alike, torch seeds worker `i` of every rank alike, and augmentations would repeat on every rank.
-Over a map-style dataset each batch has a seed of its own, too, for what a worker draws while it loads the batch. So
-augmentation differs between ranks, epochs and batches, whichever worker loads them, and a run that is resumed within an
-epoch repeats it, although its workers loaded none of the batches before. Costs about 20 us per batch.
+Over a map-style dataset each batch has a seed of its own for what a worker draws while it loads the batch. It follows
+from the seed of the rank, the epoch and the batch. So what is drawn differs between epochs, batches, and ranks that
+have different seeds, whichever worker loads them, and a run that is resumed within an epoch repeats it, although its
+workers loaded none of the batches before. Costs about 20 us per batch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from weakref import WeakSet
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from fabric.strategies.data.iterable import ReseededStream, SharedStream
-from fabric.strategies.data.rng import mix, process_rngs
+from fabric.strategies.data.epochs import Epoch
+from fabric.strategies.data.iterable import PreparedStream
+from fabric.strategies.data.rng import mix, seed_process
 
 MIN_CORES = 4
 """With fewer cores, workers would take time from the training process itself. A guess, not a measurement."""
@@ -39,9 +40,15 @@ STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR
 class WorkerStart:
     """The `worker_init_fn` of a loader's copy; calls the user's last."""
 
-    def __init__(self, share_index: int, loader: DataLoader[Any]) -> None:
-        self.share_index, self.init = share_index, loader.worker_init_fn
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.init = loader.worker_init_fn
+        self.seed: int | None = None
+        """Of the workers that are started next; None: torch's."""
         self.start_method = start_method_of(loader) if loader.num_workers > 0 else None
+
+    def announce(self, epoch: Epoch) -> None:
+        """Seed the workers that are started next as this rank is, although ranks share the order of the epoch."""
+        self.seed = epoch.seed_of_batch(0)
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -65,13 +72,12 @@ class WorkerStart:
         info = get_worker_info()
         assert info is not None
         # WorkerInfo guards its attributes, and users read both in their own `worker_init_fn`.
-        while isinstance(info.dataset, (ReseededStream, SharedStream, SeededDataset)):
+        while isinstance(info.dataset, (PreparedStream, SeededDataset)):
             object.__setattr__(info, "dataset", info.dataset.dataset)
-        if self.share_index:
-            seed = mix(info.seed, self.share_index)
+        if self.seed is not None:
+            seed = mix(self.seed, worker_id)
             object.__setattr__(info, "seed", seed)
-            for rng in process_rngs():
-                rng.seed(seed)
+            seed_process(seed)
         if self.init is not None:
             self.init(worker_id)
 
@@ -172,6 +178,5 @@ def _seeded(indices: Any) -> Any:
     """The plain indices; seeds the generators of the process if they carry a seed."""
     if not isinstance(indices, Seeded):
         return indices
-    for rng in process_rngs():
-        rng.seed(indices.seed)
+    seed_process(indices.seed)
     return indices.value

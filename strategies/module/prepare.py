@@ -110,7 +110,7 @@ def attach_scaler(scaler: LossScaler | None, optimizers: Sequence[Optimizer]) ->
 
 
 def with_precision(runtime: Runtime, around: Around | None) -> Around | None:
-    """`around` with autocast or casts of the precision. Random numbers differ between shares from the first call on."""
+    """`around` with autocast or casts of the precision. Ranks draw apart from the first call on."""
     precision, device = runtime.precision, runtime.device
     inner: Around = around or (lambda function, args, kwargs: function(*args, **kwargs))
     cast_out = None if precision.output_dtype is None else partial(cast_output, precision)

@@ -184,8 +184,8 @@ def test_positions_of_loaders_and_the_number_of_steps_are_saved_without_being_na
     ]
     assert fabric.num_steps == 3
     assert samples_in(training) == rest
-    assert len(samples_in(evaluation)) == 3
     assert samples_in(training) == following
+    assert len(samples_in(evaluation)) == 3
 
 
 def test_loaders_start_their_epoch_where_they_are_not_to_be_resumed(fabric: Fabric, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from fabric.strategies.data.rng import Streams
+from fabric.strategies.data.rng import Streams, process_rngs, read_all
 
 
 @pytest.fixture(autouse=True)
@@ -19,11 +19,16 @@ def restored() -> Iterator[None]:
     np.random.set_state(state)
 
 
+def streams() -> Streams:
+    rngs = list(process_rngs().values())
+    return Streams(rngs, [], read_all(rngs))
+
+
 def test_another_bit_generator_is_kept_apart() -> None:
     np.random.set_bit_generator(np.random.PCG64(3))
     np.random.randn()
     kept = np.random.get_state(legacy=False)
-    with Streams(7, []).drawing():
+    with streams().drawing():
         np.random.randn(4)
     assert np.random.get_state(legacy=False) == kept
 
@@ -33,7 +38,7 @@ def test_an_exception_within_the_stream_restores_the_state() -> None:
     first = np.random.randn(3).tolist(), np.random.randn(3).tolist()
     np.random.seed(3)
     before = np.random.randn(3).tolist()
-    with contextlib.suppress(ZeroDivisionError), Streams(7, []).drawing():
+    with contextlib.suppress(ZeroDivisionError), streams().drawing():
         np.random.randn(3)
         raise ZeroDivisionError
     assert (before, np.random.randn(3).tolist()) == first

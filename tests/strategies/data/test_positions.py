@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric.strategies.data.loaders import DeviceLoader
+from fabric.strategies.data.rng import process_rngs
 
 
 class Numbers(Dataset[int]):
@@ -101,36 +102,57 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
+CHANCE = random.Random(random.randrange(2**31))
+
+
 def stopped(loaders: list[DeviceLoader], num_batches: int) -> tuple[list[list[Any]], list[Any]]:
     """The batches of each rank, and the state while the last of them is at work, as a file would hold it."""
     shares, states = [], []
     for loader in loaders:
         batches = iter(loader)
         shares.append(read([[next(batches) for _ in range(num_batches)]])[0])  # type: ignore[list-item]
-        states.append(pickle.loads(pickle.dumps(loader.state_dict())))  # type: ignore[attr-defined]
+        states.append(saved(loader))
     return shares, states
 
 
+def saved(loader: Any) -> Any:
+    """What a checkpoint has: the state of the loader, and those of the generators."""
+    generators = {name: rng.read() for name, rng in process_rngs().items()}
+    return pickle.loads(pickle.dumps((loader.state_dict(), generators)))
+
+
 def resumed(make: Callable[[], Any], count: int, states: list[Any]) -> list[Any]:
-    torch.manual_seed(random.randrange(2**31)), random.seed(torch.initial_seed())
+    torch.manual_seed(CHANCE.randrange(2**31)), random.seed(torch.initial_seed()), np.random.seed(CHANCE.randrange(99))
     loaders: list[Any] = share_out(lambda _: make(), count)
     for loader, state in zip(loaders, states, strict=True):
-        loader.load_state_dict(copy.deepcopy(state))
+        load(loader, state)
     return loaders
+
+
+def load(loader: Any, state: Any) -> None:
+    """Load what `saved` returned."""
+    of_loader, generators = state
+    loader.load_state_dict(copy.deepcopy(of_loader))
+    for name, rng in process_rngs().items():
+        rng.write(generators[name])
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number), random.seed(number), np.random.seed(number)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_run_stopped_at_any_batches_reads_what_one_reads_that_never_stopped(name: str, count: int) -> None:
     make = LOADERS[name]
-    torch.manual_seed(8)
+    seed(8)
     loaders = share_out(lambda _: make(), count)
     whole, following = read(loaders), read(loaders)
     num_batches = min(map(len, whole))
     for first in range(1, num_batches + 1):
-        torch.manual_seed(8)
+        seed(8)
         heads, states = stopped(share_out(lambda _: make(), count), first)
-        second = random.randint(0, num_batches - first)
+        second = CHANCE.randint(0, num_batches - first)
         again: list[Any] = resumed(make, count, states)
         if second:
             middles, states = stopped(again, second)
@@ -148,9 +170,9 @@ def test_another_number_of_ranks_goes_on_in_the_same_order_of_samples(sampler: s
         batches = BatchSampler(by_generator(48), batch_size, False)
         return DataLoader(Numbers(48), batch_sampler=batches if sampler == "batches" else list(batches))
 
-    torch.manual_seed(8)
+    seed(8)
     whole = in_order(read(share_out(lambda _: make(8), 1)))
-    torch.manual_seed(8)
+    seed(8)
     seen, states = [], []
     loaders: list[Any] = share_out(lambda _: make(4), 2)
     for count, num_batches in ((2, 2), (4, 1), (1, 2), (2, 1)):
@@ -163,10 +185,10 @@ def test_another_number_of_ranks_goes_on_in_the_same_order_of_samples(sampler: s
 
 
 def test_another_global_batch_goes_on_after_the_same_sample() -> None:
-    torch.manual_seed(8)
+    seed(8)
     loaders = share_out(lambda _: DataLoader(Numbers(45), 4, shuffle=True), 2)
     whole = in_order(read(loaders))
-    torch.manual_seed(8)
+    seed(8)
     heads, states = stopped(share_out(lambda _: DataLoader(Numbers(45), 4, shuffle=True), 2), 3)
     rest = read(resumed(lambda: DataLoader(Numbers(45), 3, shuffle=True), 3, [states[0]] * 3))
     assert in_order(heads) + in_order(rest) == whole
@@ -208,17 +230,17 @@ def test_workers_that_prefetch_repeat_what_they_draw(kind: Any, persistent: bool
     def stacked(batch: Any) -> Any:
         return torch.stack(batch, 1) if isinstance(batch, list) else batch
 
-    torch.manual_seed(8)
+    seed(8)
     loaders = share_out(lambda _: make(), 2)
     whole, following = rows(loaders), rows(loaders)
     assert whole[0] != whole[1]
-    torch.manual_seed(8)
+    seed(8)
     states = []
     for loader in share_out(lambda _: make(), 2):
         batches = iter(loader)
         for _ in range(5):
             next(batches)
-        states.append(loader.state_dict())
+        states.append(saved(loader))
     for num_workers in (2, 1) if kind is Augmented else (2,):
         again = resumed(lambda n=num_workers: make(n), 2, states)  # type: ignore[misc]
         assert rows(again) == [share[5:] for share in whole]
@@ -231,7 +253,7 @@ def test_workers_that_prefetch_repeat_what_they_draw(kind: Any, persistent: bool
 @pytest.mark.parametrize("generated", [False, True])
 def test_an_epoch_that_kept_its_workers_is_resumed_by_new_ones(kind: Any, generated: bool) -> None:
     def make() -> Any:
-        torch.manual_seed(8)
+        seed(8)
         generator = torch.Generator().manual_seed(9) if generated else None
         return share_out(
             lambda _: kind(Augmented(8), 2, shuffle=True, generator=generator, num_workers=1, persistent_workers=True),
@@ -242,12 +264,12 @@ def test_an_epoch_that_kept_its_workers_is_resumed_by_new_ones(kind: Any, genera
     epochs = [[torch.stack(batch).tolist() for batch in loader] for _ in range(3)]
     loader = make()
     list(loader)
-    states = [loader.state_dict()]
+    states = [saved(loader)]
     for _ in zip(range(3), loader, strict=False):
-        states.append(loader.state_dict())
+        states.append(saved(loader))
     for number, state in enumerate(states[::2]):
         loader = make()
-        loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+        load(loader, state)
         assert [torch.stack(batch).tolist() for batch in loader] == epochs[1][2 * number :]
         assert [torch.stack(batch).tolist() for batch in loader] == epochs[2]
 
@@ -256,7 +278,7 @@ def test_an_epoch_that_kept_its_workers_is_resumed_by_new_ones(kind: Any, genera
 @pytest.mark.parametrize("distribute", [True, False])
 def test_a_stream_of_a_ranks_own_that_kept_its_workers_is_resumed_by_new_ones(distribute: bool) -> None:
     def make() -> Any:
-        torch.manual_seed(8)
+        seed(8)
         options: Any = {"num_workers": 1, "persistent_workers": True}
         return share_out(lambda _: DataLoader(Shards(24), 2, **options), 2, distribute=distribute)[1]
 
@@ -266,18 +288,18 @@ def test_a_stream_of_a_ranks_own_that_kept_its_workers_is_resumed_by_new_ones(di
     loader = make()
     read([loader])
     for _ in zip(range(3), loader, strict=False):
-        state = loader.state_dict()
+        state = saved(loader)
     loader = make()
-    loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+    load(loader, state)
     assert read([loader]) == [epochs[1][0][3:]]
     assert read([loader]) == epochs[2]
 
 
 def test_a_peek_does_not_move_the_position_and_a_break_does() -> None:
     (loader, *_) = share_out(lambda _: DataLoader(Numbers(40), 4, shuffle=True), 2)
-    before = loader.state_dict()
+    before = str(loader.state_dict())
     next(iter(loader))
-    assert loader.state_dict() == before
+    assert str(loader.state_dict()) == before
     for number, _ in enumerate(loader):
         if number == 2:
             next(iter(loader))
@@ -301,17 +323,17 @@ def test_an_epoch_that_the_user_chooses_begins_with_its_first_batch() -> None:
 def test_a_state_that_was_loaded_is_that_of_the_loader() -> None:
     _, states = stopped(share_out(lambda _: DataLoader(Numbers(40), 4, shuffle=True), 1), 7)
     (loader,) = resumed(lambda: DataLoader(Numbers(40), 4, shuffle=True), 1, states)
-    assert loader.state_dict() == states[0]
+    assert str(loader.state_dict()) == str(states[0][0])
     next(iter(loader))
-    assert loader.state_dict() == states[0]
+    assert str(loader.state_dict()) == str(states[0][0])
 
 
 def test_a_position_in_other_data_is_an_error() -> None:
-    _, (state,) = stopped(share_out(lambda _: DataLoader(Numbers(40), 4), 1), 7)
+    _, ((state, _),) = stopped(share_out(lambda _: DataLoader(Numbers(40), 4), 1), 7)
     (loader,) = share_out(lambda _: DataLoader(Numbers(41), 4), 1)
     with pytest.raises(ValueError, match="a loader over 40 samples, and this `DataLoader` has 41"):
         loader.load_state_dict(state)
-    _, (state,) = stopped(share_out(lambda _: DataLoader(Stream(40), 4), 1), 7)
+    _, ((state, _),) = stopped(share_out(lambda _: DataLoader(Stream(40), 4), 1), 7)
     (loader,) = share_out(lambda _: DataLoader(Stream(40), 5), 1)
     with pytest.raises(ValueError, match="read 4 samples per step on 1 ranks, and this `DataLoader` reads 5 on 1"):
         loader.load_state_dict(state)

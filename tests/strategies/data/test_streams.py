@@ -78,6 +78,68 @@ def test_a_stream_that_each_rank_reads_whole_is_reported() -> None:
     ]
 
 
+class SplitsItself(Stream):
+    """Reads each `count`-th sample from the `rank`-th on, as the environment says."""
+
+    def __init__(self, size: int, rank: int, count: int) -> None:
+        super().__init__(size)
+        self.rank, self.count = rank, count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, self.size, self.count))
+
+
+class InNests(SplitsItself):
+    """The same, of tensors in nests."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ({"x": (torch.tensor([0.0, float(number)]), "text")} for number in super().__iter__())
+
+
+def number_in(sample: Any) -> int:
+    return sample if isinstance(sample, int) else int(sample["x"][0][1])
+
+
+class Handle(Stream):
+    """Reads what can be read once."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.lines = (number for number in range(size))
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.lines
+
+
+@pytest.mark.parametrize("kind", [SplitsItself, InNests])
+def test_a_stream_that_splits_itself_is_not_split_again(kind: Any) -> None:
+    reported: list[str] = []
+    loaders = share_out(lambda rank: DataLoader(kind(64, rank, 2), 4, collate_fn=list), 2, reported=reported)
+    numbers = [[number_in(sample) for batch in loader for sample in batch] for loader in loaders]
+    assert numbers == [[*range(0, 64, 2)], [*range(1, 64, 2)]]
+    assert reported == [
+        f"The first samples of the ranks' `{kind.__name__}` differ, so it is taken as split over the ranks, and each "
+        "rank reads all of its own. If it is one stream, which the ranks are to split, seed alike what it shuffles by."
+    ]
+
+
+def test_no_sample_is_lost_by_looking_at_the_first() -> None:
+    assert in_order(read(share_out(lambda _: DataLoader(Handle(12), 2), 2))) == list(range(12))
+    stream = Counted(12)
+    assert in_order(read(share_out(lambda _: DataLoader(stream, 2), 2))) == list(range(12))
+
+
+class Counted(Stream):
+    """Goes on where it was left."""
+
+    begun = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun += 1
+        assert self.begun <= 2, "once on each rank"
+        return super().__iter__()
+
+
 @pytest.fixture(scope="module")
 def tracker() -> None:
     """The process that Python starts with the first spawn and keeps until it ends itself: here, before the test."""

@@ -233,7 +233,7 @@ def peek(fabric: Fabric) -> str:
 def test_a_rank_that_reads_a_batch_alone_raises_on_every_rank() -> None:
     first, second = run_world(2, on_fabric, "ddp", peek)
     assert first == second
-    assert "they are at different batches (rank 0: iteration 1, batch 2, 2 before it; rank 1: " in first
+    assert "they are at different batches (rank 0: iteration 1, batch 1, 1 before it; rank 1: " in first
     assert "rank 1: iteration 2, batch 0, 1 before it;" in first
 
 

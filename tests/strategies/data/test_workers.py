@@ -46,14 +46,6 @@ def draws(count: int, distribute: bool, num_workers: int = 2) -> list[list[Draw]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distribute", [True, False])
-def test_the_workers_of_two_ranks_draw_different_numbers(distribute: bool) -> None:
-    first, second = draws(2, distribute)
-    for stream in range(5):
-        assert not {draw[stream] for draw in first} & {draw[stream] for draw in second}
-
-
-@pytest.mark.slow
 def test_what_a_batch_draws_does_not_depend_on_the_worker_that_loads_it() -> None:
     (of_one,), (of_two,) = draws(1, True, num_workers=1), draws(1, True, num_workers=2)
     assert [draw[:4] for draw in of_one] == [draw[:4] for draw in of_two]
