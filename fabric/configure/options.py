@@ -137,6 +137,7 @@ OPTIONS: Mapping[str, Read] = {
     "max_restarts": read_rank,
     "timeout_seconds": read_seconds,
     "report_after_seconds": read_seconds,
+    "stop_grace_seconds": read_seconds,
     "sanitize": read_sanitize,
     "log_dir": read_folder,
     "prefix_output": read_flag,

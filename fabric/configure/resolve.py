@@ -196,7 +196,12 @@ def _topology(request: Request, machine: Machine, num_processes: int) -> Topolog
     if machine.world is not None:
         return _topology_of(machine.world)
     if request.num_nodes == 1:
-        return Topology(num_processes=num_processes, log_dir=request.log_dir, prefix_output=request.prefix_output)
+        return Topology(
+            num_processes=num_processes,
+            log_dir=request.log_dir,
+            prefix_output=request.prefix_output,
+            stop_grace_seconds=request.stop_grace_seconds,
+        )
     rank, address, port = (
         written if written is not None else found
         for written, found in (
@@ -216,6 +221,7 @@ def _topology(request: Request, machine: Machine, num_processes: int) -> Topolog
         main_port=port,
         log_dir=request.log_dir,
         prefix_output=request.prefix_output,
+        stop_grace_seconds=request.stop_grace_seconds,
     )
 
 

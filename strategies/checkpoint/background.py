@@ -21,6 +21,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, final
 
@@ -93,10 +94,12 @@ class PendingSave:
 
 @final
 class BackgroundSaves:
-    """The saves of one fabric that are written in the background, one at a time."""
+    """The saves of one fabric that are written in the background, one at a time; each within `around()`."""
 
-    def __init__(self, collective: Collective) -> None:
-        self._collective = collective
+    def __init__(
+        self, collective: Collective, around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    ) -> None:
+        self._collective, self._around = collective, around
         self._staging = Staging()
         self._pending: PendingSave | None = None
 
@@ -117,6 +120,7 @@ class BackgroundSaves:
                     locked.callback(storage.lock())
 
             refuse_together(collective, storage, attempt(stage), token)
+            locked.enter_context(self._around())
             unlock = locked.pop_all()
 
         def save() -> Exception | None:
