@@ -64,8 +64,22 @@ def this_program() -> Program:
     if is_interactive():
         kind: Kind = "notebook" if {"ipykernel", "IPython"} <= set(sys.modules) else "interactive"
         return Program(flags=(), kind=kind, target="", arguments=())
+    file = imported_script()
+    if file is not None:
+        return Program(flags=(), kind="script", target=file, file=file, arguments=())
     program = parse(sys.orig_argv)
     return replace(program, file=file_of_main() or "") if program.kind == "script" else program
+
+
+def imported_script() -> str | None:
+    """The script that this process is importing for the functions in it, as `multiprocessing` and our ranks do; None if
+    it does not."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
+            return frame.f_code.co_filename
+        frame = frame.f_back
+    return None
 
 
 def is_interactive() -> bool:
