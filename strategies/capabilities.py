@@ -8,39 +8,10 @@ accelerators are not capabilities: see `Strategy.refuse`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
-Capability: TypeAlias = Literal[
-    "accumulate",
-    "clip_norm",
-    "clip_value",
-    "closure",
-    "several_models",
-    "joint_backward",
-    "joint_optimizer",
-    "bare_parameters",
-    "several_optimizers",
-    "later_optimizers",
-    "methods",
-    "unused",
-    "tied",
-    "frozen",
-    "scalars",
-    "buffers",
-    "copies",
-    "ema",
-    "compile",
-    "compile_before",
-    "evaluate",
-    "empty_init",
-    "uneven",
-    "gather_gradients",
-    "collective",
-    "save",
-    "load",
-    "optimizer_state",
-]
-
+Capability: TypeAlias = str
+"""A name of the table below."""
 CAPABILITIES: Mapping[Capability, str] = {
     "accumulate": "several backwards before a step, all but the last within `no_backward_sync`",
     "clip_norm": "`clip_gradients(max_norm=...)`: by the norm of all gradients of the model",

@@ -57,9 +57,9 @@ def check_options(strategy: Strategy) -> None:
         if field.name.endswith("_bytes") and value < 1:
             raise ValueError(f"{written}: write a number of bytes from 1 on.")
         if field.name == "launcher" and value not in _LAUNCHERS:
-            raise ValueError(f"{written} is not a launcher of a strategy. Write one of {_listed(_LAUNCHERS)}.")
-        if field.name == "backend":
-            _check_backend(written, value)
+            raise ValueError(
+                f"{written} is not a launcher of a strategy. Write one of {', '.join(map(repr, _LAUNCHERS))}."
+            )
 
 
 def carry_over(strategy: Strategy, to: type[S], *, word: str, accelerator: str) -> S:
@@ -81,10 +81,10 @@ def carry_over(strategy: Strategy, to: type[S], *, word: str, accelerator: str) 
 
 def with_timeout(strategy: S, seconds: float) -> S | None:
     """The strategy with this timeout; None if it has no such option, or sets another timeout."""
-    own = next((field for field in fields(strategy) if field.name == "timeout_seconds"), None)
-    if own is None or getattr(strategy, own.name) not in (own.default, seconds):
+    default = getattr(type(strategy), "timeout_seconds", None)
+    if default is None or vars(strategy)["timeout_seconds"] not in (default, seconds):
         return None
-    options: dict[str, Any] = {own.name: seconds}
+    options: dict[str, Any] = {"timeout_seconds": seconds}
     return replace(strategy, **options)
 
 
@@ -100,20 +100,3 @@ def check_function(strategy: Strategy, option: str, call: str) -> None:
         f"`{type(strategy).__name__}({option}={value!r})` is a `{type(value).__name__}`, not a function. Pass one, "
         f"`{call}`."
     )
-
-
-def _check_backend(written: str, value: str) -> None:
-    """Raise ValueError for a backend that torch.distributed does not have; `value`: one name, or `device:name,...`."""
-    from torch.distributed import Backend
-
-    known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
-    for name in (part.split(":")[-1] for part in value.split(",")):
-        if name.lower() not in known:
-            raise ValueError(
-                f"{written}: torch.distributed has no backend {name!r}. Leave `backend` out, or write one of "
-                f"{_listed(known)}."
-            )
-
-
-def _listed(words: Any) -> str:
-    return ", ".join(map(repr, words))

@@ -61,8 +61,6 @@ class Runtime:
     """What ranks do when the first has no batch left; None: see `Fabric.setup_dataloaders`."""
     forward_communicates: bool = False
     """Whether each forward waits for one on ranks that read other data, in evaluation too."""
-    dispatch: bool = False
-    """Whether rank 0 reads the loader that is being set up for all ranks."""
     mesh: DeviceMesh | None = None
     """The device mesh, if the strategy has one."""
     loader_numbers: LoopProgress = field(default_factory=LoopProgress)
@@ -89,7 +87,7 @@ def open_runtime(
     `in_shards`: ranks hold different gradients, so all ranks must decide together whether one overflowed.
     """
     collective.setup()
-    report = logging.getLogger("fabric").warning if world.is_global_zero else _keep_quiet
+    report = logging.getLogger("fabric").warning if world.is_global_zero else lambda sentence: None
     any_rank = partial(collective.reduce_boolean_decision, require_all=False) if in_shards else bool
     scaler = None
     if precision.scales_loss:
@@ -108,7 +106,3 @@ def open_runtime(
         share=Share(index=world.rank, count=world.size),
         carry=carry,
     )
-
-
-def _keep_quiet(sentence: str) -> None:
-    pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import final
@@ -40,8 +41,6 @@ def releases(*packages: str) -> dict[str, str]:
     """The versions of these packages that are installed; others are left out. Imports none of them."""
     found = {}
     for package in packages:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found

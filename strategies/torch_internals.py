@@ -1,7 +1,8 @@
-"""All private names of torch that are used, one list per feature, checked where the feature is used.
+"""Private names of torch, one list per feature, checked where the feature is used.
 
-`single_device` and `ddp` need none of the lists that are checked. `tests/test_private_names.py` checks that each name
-that a source file uses is listed here, and that the installed torch has it.
+`single_device` and `ddp` need none of them. `tests/test_private_names.py` checks that each name that a source file uses
+is listed here, or there among those that torch's documentation or subclasses everywhere rely on, and that the installed
+torch has it.
 """
 
 from __future__ import annotations
@@ -19,53 +20,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 TESTED = "2.9 to 2.13"
 
-STABLE: Names = {
-    "torch": {
-        "_C": "holds functions of other lists",
-        "_disable_dynamo": "`torch.compiler.disable` imports the compiler, 1 s; used instead where this is gone",
-        "_foreach_mul_": "one kernel for many gradients, as optimizers of torch use",
-    },
-    "torch._C": {
-        "DisableTorchFunctionSubclass": "what a `__torch_function__` runs is not sent to it again",
-        "_disabled_torch_function_impl": "a subclass of Tensor without `__torch_function__`, as torch writes its own",
-    },
-    "torch.distributed.distributed_c10d": {"_world": "all groups: see Note [Groups while forked processes run]"},
-    "torch._C._distributed_c10d": {"_dump_fr_trace|_dump_nccl_trace": "reads the flight recorder in this process"},
-    "torch:Tensor": {
-        "_version": "whether a tensor was written to; PyTorch's documentation names it, and offers nothing else",
-        "_backward_hooks _post_accumulate_grad_hooks": "whether a parameter that is replaced by a shard has hooks",
-        "_is_view": "whether a gradient shares memory with another",
-        "_make_wrapper_subclass _make_subclass": "how torch's own subclasses of Tensor are made",
-    },
-    "torch.nn:Module": {
-        "_load_state_dict_pre_hooks _load_from_state_dict": "whether a part of a module converts what it loads",
-        "_buffers _parameters _modules": "read per forward, where `named_buffers` is slower and leaves out shared ones",
-        "_metadata": "the versions of modules, which `state_dict` attaches to its result",
-        "_non_persistent_buffers_set": "which buffers are in no state dict",
-        "_forward_pre_hooks _forward_hooks": "a copied module must not run the hooks of the original",
-        "_apply": "casts parameters in place; `Module.to` takes no function",
-    },
-    "torch.nn.modules.batchnorm": {"_BatchNorm": "the class that all kinds of BatchNorm have in common"},
-    "torch.optim:Optimizer": {
-        "_optimizer_state_dict_post_hooks": "a wrapper of another optimizer has none",
-        "_optimizer_step_post_hooks": "whether an optimizer has our hook",
-        "_optimizer_step_pre_hooks": "a check of gradients runs before hooks that hide some; no hook can be put first",
-        "profile_hook_step": "runs the hooks of an optimizer around a `step` of ours",
-    },
-    "torch.utils._pytree": {"tree_flatten tree_unflatten": "containers that somebody registered with torch"},
-    "torch.utils._python_dispatch": {"TorchDispatchMode": "sees each operation within a block; documented, not public"},
-    "torch.utils.data:DataLoader": {
-        "_iterator _IterableDataset_len_called": "a copy of a loader takes over no iterator and no workers"
-    },
-}
-"""Not checked: torch's documentation, its pickles of modules, or subclasses everywhere rely on them."""
-
 BOUND: Names = {
     "torch._C": {
-        "_functorch": "`maybe_current_level`: whether a transform of torch.func is running",
         "_current_graph_task_id": "whether a backward is running; no public function says so",
     },
-    "torch._C._functorch": {"maybe_current_level": "whether a transform of torch.func is running"},
     "torch.autograd:Variable": {"_execution_engine": "`queue_callback`: what runs when a backward ends; no hook does"},
 }
 """Checked where a file imports one of the functions below."""
@@ -101,10 +59,7 @@ require_compiler = cache(partial(require, "torch", TESTED, COMPILED))
 
 _FUNCTIONS = {
     "current_graph_task_id": "torch._C:_current_graph_task_id",  # of this thread; -1 outside of a backward
-    "transform_level": "torch._C._functorch:maybe_current_level",  # None outside of transforms of torch.func
-    "disabled_torch_function_impl": "torch._C:_disabled_torch_function_impl",
     "after_backward": "torch.autograd:Variable._execution_engine.queue_callback",  # within one: runs when it has ended
-    "without_torch_function": "torch._C:DisableTorchFunctionSubclass",  # a context for what subclasses run
 }
 
 

@@ -33,6 +33,7 @@ PART_IMPORTS = {
     ("strategies/checkpoint/foreign.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
     ("strategies/checkpoint/background.py", "fabric.strategies.accelerators.torch_accelerator"): "which have streams",
     ("strategies/data/transfer.py", "fabric.strategies.accelerators.torch_accelerator"): "which have streams",
+    ("strategies/accelerators/registry.py", "fabric.strategies.registered"): "one way to register names, for all",
     ("strategies/accelerators/xla.py", "fabric.launchers.environments.xla"): "PJRT's devices are what variables say",
     ("strategies/accelerators/xla.py", "fabric.launchers.xla_internals"): "the one list of torch_xla's private names",
     (
@@ -56,7 +57,6 @@ PART_IMPORTS = {
     ("strategies/collectives/flight_recorder.py", "fabric.launchers.process.stack"): "the user's line in a stack",
 }
 COLLECTIVES_OUTSIDE = {
-    "strategies/ddp/comm_hooks.py": "DistributedDataParallel waits for a future of torch's own all-reduce",
     "strategies/deepspeed/library.py": "hands torch's renamed functions to DeepSpeed, which looks for the old names",
 }
 ENVIRONMENT = {

@@ -40,14 +40,6 @@ class SlurmEnvironment(Environment):
     start = Start(
         command="srun --ntasks 2 python train.py",
         program="srun",
-        files=(
-            "$SLURM_CONF",
-            "/etc/slurm/slurm.conf",
-            "/etc/slurm-llnl/slurm.conf",
-            "/run/slurm/conf/slurm.conf",
-            "PREFIX/etc/slurm.conf",
-        ),
-        cluster="log in to a node of the cluster, or copy its slurm.conf",
         otherwise="log in to a node of the cluster, or `apt-get install slurm-client` and copy its slurm.conf",
     )
     looked_for = "SLURM_PROCID and SLURM_STEP_ID (srun)"

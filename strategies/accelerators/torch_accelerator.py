@@ -24,10 +24,6 @@ def has_streams(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type != "mps"
 
 
-_ADDED_BY = {"hpu": "habana-torch-plugin", "npu": "torch-npu"}
-"""Devices that another distribution adds to torch; torch imports it if it is installed."""
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class TorchAccelerator(Accelerator):
@@ -45,20 +41,10 @@ class TorchAccelerator(Accelerator):
 
     @property
     def backend(self) -> str:
-        """The backend that torch.distributed has registered for the device type.
-
-        Raises: ValueError: there is none.
-        """
+        """The backend that torch.distributed has registered for the device type. Raises: KeyError: there is none."""
         from torch.distributed import Backend
 
-        backend = Backend.default_device_backend_map.get(self.device_type)
-        if backend is None:
-            raise ValueError(
-                f"torch {torch.__version__} has no distributed backend for {self.device_type!r} devices; it has "
-                f"{', '.join(f'{name} for {device}' for device, name in Backend.default_device_backend_map.items())}. "
-                f"Run with one device, or install the package that registers one."
-            )
-        return backend
+        return Backend.default_device_backend_map[self.device_type]
 
     def num_devices(self) -> int:
         """How many devices of the type this process sees; 0 if torch does not support the type."""
@@ -70,16 +56,12 @@ class TorchAccelerator(Accelerator):
         """None, or the reason: torch was built for another device, lacks a package, or sees no device."""
         if self.num_devices() > 0:
             return None
-        built_for = self._built_for()
-        if built_for == self.device_type:
-            return (
-                f"torch {torch.__version__} is built for {self.device_type}, but this process sees no such device: the "
-                f"driver is missing, or no device is visible."
-            )
-        sentence = f"torch {torch.__version__} is built for {built_for or 'the CPU alone'}, not for {self.device_type}."
-        if package := _ADDED_BY.get(self.device_type):
-            return f"{sentence} `pip install {package}` adds it."
-        return f"{sentence} A torch built for {self.device_type} is at https://pytorch.org/get-started/locally."
+        kind = self.device_type
+        return (
+            f"torch {torch.__version__} is built for {self._built_for() or 'the CPU alone'}, and this process sees no "
+            f"{kind} device. Install a torch for {kind} (https://pytorch.org/get-started/locally), with its vendor's "
+            "package and the driver, and make a device visible."
+        )
 
     def device(self, index: int) -> torch.device:
         """The device of the type with this index."""

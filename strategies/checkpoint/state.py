@@ -19,6 +19,8 @@ from fabric.strategies.checkpoint.stored import in_memory, mapped_module
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
+RUN = "fabric"
+"""The name of the entry for the state of the run: random generators, loss scales, schedulers, steps, loaders."""
 
 
 class Stateful(Protocol):

@@ -48,22 +48,14 @@ class ManualContext:
         """
         from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-        if axis is None and len(self._axes) > 1:
-            raise ValueError(f"`shard(parameter)` on a mesh with the axes {self._names()}. Pass one as `axis`.")
-        chosen = self._axes[0] if axis is None else axis
-        if chosen not in self._axes:
-            raise ValueError(f"`shard(axis={axis!r})`: the mesh has the axes {self._names()}. Name one of them.")
-        placements: list[Placement] = [Shard(dim) if each == chosen else Replicate() for each in self._axes]
+        axes = self.mesh.mesh_dim_names or ()
+        chosen = axes[0] if axis is None and len(axes) == 1 else axis
+        if chosen not in axes:
+            names = ", ".join(map(repr, axes))
+            raise ValueError(f"`shard(axis={axis!r})`: the mesh has the axes {names}. Name one of them.")
+        placements: list[Placement] = [Shard(dim) if each == chosen else Replicate() for each in axes]
         cut = distribute_tensor(parameter.detach().to(self.device), self.mesh, placements)
         return nn.Parameter(cut, requires_grad=parameter.requires_grad)
-
-    @property
-    def _axes(self) -> tuple[str, ...]:
-        assert self.mesh.mesh_dim_names is not None
-        return self.mesh.mesh_dim_names
-
-    def _names(self) -> str:
-        return ", ".join(map(repr, self._axes))
 
 
 @final
@@ -82,18 +74,14 @@ class Parallelized:
     """Called after each backward outside of `no_backward_sync`, to synchronise gradients yourself."""
     unsynced: Callable[[], AbstractContextManager[object]] | None = None
     """Context that `no_backward_sync` enters. Not needed for `averaged`, `finish_backward`, DDP and FSDP2."""
-    release: Callable[[], None] | None = None
-    """Called when the fabric releases the module: removes what the function added to it."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.module, nn.Module):
-            raise TypeError(f"`Parallelized(module={self.module!r})` is no module. Pass the one that the loop calls.")
-        others = [part for part in self.averaged_modules if not isinstance(part, nn.Module)]
-        if others:
-            raise TypeError(
-                f"`Parallelized(averaged=...)` has a `{type(others[0]).__name__}`, which is not a module. Pass "
-                "modules; `nn.ParameterList([...])` makes a module of parameters."
-            )
+        for part in (self.module, *self.averaged_modules):
+            if not isinstance(part, nn.Module):
+                raise TypeError(
+                    f"`Parallelized(...)` has a `{type(part).__name__}`, which is not a module. Pass modules; "
+                    "`nn.ParameterList([...])` makes a module of parameters."
+                )
 
     @property
     def averaged_modules(self) -> tuple[nn.Module, ...]:

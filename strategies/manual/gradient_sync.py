@@ -13,19 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.clipping import on_gradient
-from fabric.strategies.gradients.reducer import end_reducer
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Finish, GradientSync, end_reducer
 from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.state import own_parameters
-from fabric.strategies.module.buffers import broadcast_from_rank_zero
-from fabric.strategies.module.changes import AddedParameters, Contents
+from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.sharding.mesh import along, axes_of, degree
 from fabric.strategies.tensors.dtensor import as_sharded
 
@@ -42,19 +40,12 @@ class ManualGradientSync(GradientSync):
         self.data_axes = [axis for axis in data_axes if degree(context.mesh, axis) > 1]
         self.replicas = [part for part in parts if isinstance(part, DistributedDataParallel)]
         self.sharded = [part for part in parts if isinstance(part, FSDPModule)]
-        self.num_holds = 0
         self.expected = False
         self.names: dict[Tensor, str] = {each: name for name, each in own_parameters(parallel.module).items()}
         theirs = {tensor for replica in self.replicas for tensor in _tensors_of(replica)}
         modules = parallel.averaged_modules
         ours = list(dict.fromkeys(each for part in modules for each in part.parameters() if each not in theirs))
-        self.buffered = [
-            (part._buffers, name)  # not the tensor: a forward may assign another
-            for module in modules
-            for part in module.modules()
-            for name, buffer in part._buffers.items()
-            if buffer is not None and buffer not in theirs
-        ]
+        self.theirs, self.buffered = theirs, [part for module in modules for part in module.modules()]
         broadcast_from_rank_zero(
             context.collective, [*(each for each in ours if as_sharded(each) is None), *self._buffers()]
         )
@@ -64,13 +55,13 @@ class ManualGradientSync(GradientSync):
             self._arrange(parameter)
         self.along = {axes: along(context.collective, context.mesh, axes).for_gradients() for axes in self.averaged}
         self.additions = AddedParameters(parallel.module, by_name=bool(self.sharded))
-        self.flags = [(replica, contents := Contents(replica.module), contents.flags()) for replica in self.replicas]
+        self.unfrozen = [AddedParameters(replica.module, unfrozen=True) for replica in self.replicas]
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.is_grad_enabled():
-            if self.parallel.averaged_modules or self.replicas or self.sharded:
-                self.additions.refuse()
-            self._refuse_unfrozen()
+        if self.parallel.averaged_modules or self.replicas or self.sharded:
+            self.additions.refuse()
+        for replica in self.unfrozen:
+            replica.refuse("Do that before `setup`: DistributedDataParallel averages what required gradients then.")
         return function(*args, **kwargs)
 
     @property
@@ -80,8 +71,8 @@ class ManualGradientSync(GradientSync):
         return size == self.context.world.size and averaged.issuperset(self.parameters_held())
 
     def watch(self) -> Finish | None:
-        self.expected = not self.num_holds
-        return self._finish if self.expected else None
+        self.expected = self.synced
+        return self._finish if self.synced else None
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
@@ -99,16 +90,18 @@ class ManualGradientSync(GradientSync):
                 stack.enter_context(part.no_sync())
             if parallel.unsynced is not None:
                 stack.enter_context(parallel.unsynced())
-            self._hold(1)
-            stack.callback(self._hold, -1)
+            stack.enter_context(super().unsynced())
             yield
+
+    def set_synced(self, synced: bool) -> None:
+        self.synced = synced
+        for part in self.sharded:
+            part.set_requires_gradient_sync(synced, recurse=False)
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.parallel.module.parameters()
 
     def release(self) -> None:
-        if self.parallel.release is not None:
-            self.parallel.release()
         for handle in self.hooks:
             handle.remove()
         for part in self.replicas:
@@ -116,7 +109,7 @@ class ManualGradientSync(GradientSync):
 
     def _arrived(self, parameter: Tensor) -> None:
         """Autograd hook: called in each backward, for each parameter whose gradient is averaged after it."""
-        if not self.expected and not self.num_holds:
+        if self.synced and not self.expected:
             raise RuntimeError(
                 f"`loss.backward()` computes the gradient of `{self.names[parameter]}`, which is averaged over the "
                 "ranks after `fabric.backward(loss)`. Call that."
@@ -131,23 +124,7 @@ class ManualGradientSync(GradientSync):
             self.parallel.finish_backward()
 
     def _buffers(self) -> list[Tensor]:
-        return list(dict.fromkeys(buffer for buffers, name in self.buffered if (buffer := buffers[name]) is not None))
-
-    def _hold(self, more: int) -> None:
-        self.num_holds += more
-        for part in self.sharded:
-            part.set_requires_gradient_sync(not self.num_holds, recurse=False)
-
-    def _refuse_unfrozen(self) -> None:
-        """Raise RuntimeError if parameters in a DistributedDataParallel were frozen or unfrozen after it was made."""
-        for replica, contents, before in self.flags:
-            now = contents.flags()
-            if now != before and any(now):
-                raise RuntimeError(
-                    f"Parameters of `{type(replica.module).__name__}` were frozen or unfrozen after `fabric.setup`, "
-                    "and DistributedDataParallel averages those that required gradients when it was made. Do that "
-                    "before `setup`, or let `Parallelized(averaged=...)` average the module."
-                )
+        return [buffer for buffer in buffers_of(self.buffered) if buffer not in self.theirs]
 
     def _arrange(self, parameter: nn.Parameter) -> None:
         """Divide a parameter's gradient by the ranks it is sharded over, and average it along the other data axes."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.state import StateAccess, map_state, uncompiled
+from fabric.strategies.checkpoint.state import StateAccess, map_state
 from fabric.strategies.checkpoint.tensor_shards import replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.sharding.sharded_state import ShardedState
@@ -51,33 +51,25 @@ def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str
 
 @final
 class ManualState(StateAccess):
-    """The state of the module that `parallelize` returned, with the names of the module that was passed to `setup`.
+    """The state of the module that `parallelize` returned, under its names without those of wrappers."""
 
-    If the returned module has tensors of its own, its own names are used.
-    """
-
-    def __init__(self, collective: Collective, given: nn.Module, returned: nn.Module) -> None:
+    def __init__(self, collective: Collective) -> None:
         self._collective = collective
         self._sharded = ShardedState(collective.rank)
-        self._given, self._returned = uncompiled(given), uncompiled(returned)
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
-        module = self._named_by(module)
         self._check({f"`{name}`": parameter for name, parameter in own_parameters(module).items()})
         return _renamed(self._sharded.read_module(module), lambda name: own_name(module, name))
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
-        module = self._named_by(module)
         tensors, submodules = module.state_dict(), dict(module.named_modules(remove_duplicate=False))
         names = {own_name(module, name): name for name in (*submodules, *tensors)}
         self._sharded.write_module(module, _renamed(content, lambda name: names.get(name, name)), strict=strict)
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
-        module = self._named_by(module)
         return {own_name(module, name): shape for name, shape in self._sharded.shapes(module).items()}
 
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        module = self._named_by(module)
         self._check({f"`{name}`": parameter for name, parameter in own_parameters(module).items()})
         state = self._sharded.read_module_shards(module)
         for name, _ in module.named_parameters(remove_duplicate=False):
@@ -110,13 +102,6 @@ class ManualState(StateAccess):
                 if isinstance(value, Tensor)
             }
         )
-
-    def _named_by(self, module: nn.Module) -> nn.Module:
-        if module is not self._returned:
-            return module
-        has = {id(tensor) for tensor in (*self._given.parameters(), *self._given.buffers())}
-        needs = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        return self._given if has == needs else module
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise RuntimeError, on every rank, unless the ranks have the same plain tensors, bit for bit. Ranks: all."""

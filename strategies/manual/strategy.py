@@ -98,7 +98,14 @@ class ManualStrategy(ProcessGroupStrategy):
         return self.data_axes is None or axis in self.data_axes
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
-        context = _context(runtime)
+        assert runtime.mesh is not None
+        context = ManualContext(
+            world=runtime.world,
+            device=runtime.device,
+            collective=runtime.collective,
+            mesh=runtime.mesh,
+            precision=runtime.precision,
+        )
         given = uncompiled(module)
         before = own_parameters(given)
         parallel = self._parallelized(module, context)
@@ -110,7 +117,8 @@ class ManualStrategy(ProcessGroupStrategy):
         rebind(before, after, optimizers)
         _refuse_left_behind(optimizers, parallel.module, (before, after))
         _refuse_other_dtypes(runtime.precision, parallel.module)
-        sync = ManualGradientSync(context, parallel, self._data_axes(runtime.world.size))
+        data_axes = tuple(filter(self.has_own_data, self._axes(runtime.world.size)))
+        sync = ManualGradientSync(context, parallel, data_axes)
         prepared = replica(runtime, parallel.module, optimizers, sync)
 
         compared = WeakSet[Optimizer]()
@@ -122,14 +130,10 @@ class ManualStrategy(ProcessGroupStrategy):
                 compared.add(optimizer)
             return norm
 
-        state = ManualState(runtime.collective, given, parallel.module)
-        return replace(prepared, clip_norm=clip_norm, state=state)
+        return replace(prepared, clip_norm=clip_norm, state=ManualState(runtime.collective))
 
     def _axes(self, size: int) -> dict[str, int]:
         return {"data": size} if self.mesh is None else dict(self.mesh)
-
-    def _data_axes(self, size: int) -> tuple[str, ...]:
-        return tuple(filter(self.has_own_data, self._axes(size)))
 
     def _parallelized(self, module: nn.Module, context: ManualContext) -> Parallelized:
         assert self.parallelize is not None  # see `refuse`
@@ -138,25 +142,10 @@ class ManualStrategy(ProcessGroupStrategy):
             return made
         if not isinstance(made, nn.Module):
             raise TypeError(
-                f"`{_name(self.parallelize)}(module, context)` returned {made!r}. Return the module to train, even "
+                f"`parallelize(module, context)` returned {made!r}. Return the module to train, even "
                 "if it is the one that was passed, or a `Parallelized`."
             )
         return Parallelized(module=made)
-
-
-def _context(runtime: Runtime) -> ManualContext:
-    assert runtime.mesh is not None
-    return ManualContext(
-        world=runtime.world,
-        device=runtime.device,
-        collective=runtime.collective,
-        mesh=runtime.mesh,
-        precision=runtime.precision,
-    )
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def _refuse_left_behind(

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fabric.strategies.tensors.dtensor import as_sharded
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,7 +30,7 @@ def context_slice(tensor: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     `mesh`: `mesh["context"]`, of C ranks. Rank r has the positions from `r * S / C`. No communication; differentiable.
     Raises: ValueError: S is not divisible by C.
     """
-    size, length = _size(mesh), tensor.shape[dim]
+    size, length = mesh.size(), tensor.shape[dim]
     if length % size:
         raise ValueError(
             f"`context_slice` of {length} positions (dim {dim} of a tensor of shape {tuple(tensor.shape)}) over "
@@ -56,19 +54,8 @@ def context_attention(
     `mesh`: `mesh["context"]`, of C ranks. Ranks: all along it call it, each with its own positions, and its backward.
     Shapes: `(B, H, S / C, E)` each -> `(B, H, S / C, E)`; positions as `context_slice` gives them.
     Cost: keys and values of all S positions on each rank, and, if causal, a mask of S / C times S.
-    Raises: TypeError: a DTensor. ValueError: queries and keys of different numbers of positions.
     """
-    if any(as_sharded(each) is not None for each in (query, key, value)):
-        raise TypeError(
-            "`context_attention` was given a DTensor. Pass its local tensor: leave `use_local_output=True` in the "
-            "plan of the layers before it, or call `.to_local()`."
-        )
-    size, length = _size(mesh), query.shape[-2]
-    if key.shape[-2] != length or value.shape[-2] != length:
-        raise ValueError(
-            f"`context_attention` of {length} queries to {key.shape[-2]} keys and {value.shape[-2]} values: it is "
-            "self-attention of the positions of this rank. Pass the same positions of all three."
-        )
+    size, length = mesh.size(), query.shape[-2]
     if size == 1:
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     mask = None
@@ -87,12 +74,3 @@ def _of_all(part: Tensor, mesh: DeviceMesh) -> Tensor:
     cut = DTensor.from_local(part, mesh, [Shard(part.ndim - 2)], run_check=False)
     gathered = cut.redistribute(placements=[Replicate()])
     return gathered.to_local(grad_placements=[Partial()])
-
-
-def _size(mesh: DeviceMesh) -> int:
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"Positions are sharded along one axis, but the mesh has {mesh.ndim}: {mesh.mesh_dim_names}. "
-            "Pass `mesh['context']`."
-        )
-    return mesh.size()

@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import ClassVar, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
@@ -37,7 +37,7 @@ from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.parameter_rebinding import rebinding
-from fabric.strategies.module.prepare import prepared, with_precision
+from fabric.strategies.module.prepare import make_contiguous, prepared, with_precision
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.forward_precision import cast_module
@@ -50,12 +50,6 @@ from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, compl
 from fabric.strategies.sharding.sharded_state import ShardedState
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.dtensor import as_sharded
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-AXES = ("data", "shard", "context", "tensor")
-"""In this order, with "pipeline" first. Ranks are consecutive along the last axis."""
 
 
 @final
@@ -93,11 +87,6 @@ class ModelParallelStrategy(ProcessGroupStrategy):
     def __post_init__(self) -> None:
         check_function(self, "parallelize_fn", "parallelize_fn(model, mesh)")
         check_written("ModelParallelStrategy", self._written())
-        if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):
-            raise TypeError(
-                f"`ModelParallelStrategy(pipeline={self.pipeline!r})` is a `{type(self.pipeline).__name__}`. Write "
-                "`Pipeline(degree=..., num_microbatches=..., split=..., loss_fn=...)`, from `fabric.strategies`."
-            )
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
@@ -155,7 +144,8 @@ class ModelParallelStrategy(ProcessGroupStrategy):
     def _parallelize(self, runtime: Runtime, module: nn.Module) -> nn.Module:
         if self.parallelize_fn is None:
             return module
-        result = parallelize(module, mesh_of(runtime), self.parallelize_fn)
+        assert runtime.mesh is not None
+        result = parallelize(module, runtime.mesh, self.parallelize_fn)
         if self.reshard_roots:
             reshard_roots(module)
         return result
@@ -164,18 +154,13 @@ class ModelParallelStrategy(ProcessGroupStrategy):
         return {"data": self.data, "shard": self.shard, "context": self.context, "tensor": self.tensor}
 
 
-def mesh_of(runtime: Runtime) -> DeviceMesh:
-    """The mesh of the runtime."""
-    assert runtime.mesh is not None
-    return runtime.mesh
-
-
 def place_and_broadcast(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> None:
     """Cast the module, move it to the device (`move`), and broadcast it from rank 0, except tensors on meta.
 
     Ranks: all call it, before the module is parallelised.
     """
     cast_module(runtime.precision, module)
+    make_contiguous(module)
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
     if move:
         for tensor in tensors:
@@ -188,16 +173,9 @@ def place_and_broadcast(runtime: Runtime, module: nn.Module, optimizers: Sequenc
 
 def initialize_meta_tensors(runtime: Runtime, module: nn.Module, unfilled: Unfilled) -> None:
     """Initialise tensors on meta, after the module is parallelised: see `deferred_init.py`. Ranks: all call it."""
-    names = [name for name, tensor in _plain_tensors(module).items() if tensor.is_meta]
     for part in in_order_of_apply(module):
         unfilled.fill(part, runtime.device, runtime.collective)
     unfilled.finish(module, runtime.device, runtime.collective)
-    if names and runtime.world.size > 1:
-        filled = _plain_tensors(module)
-        broadcast_from_rank_zero(runtime.collective, [filled[name] for name in names])
-
-
-def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers that are not DTensors, by name."""
-    named = (*module.named_parameters(), *module.named_buffers())
-    return {name: tensor for name, tensor in named if as_sharded(tensor) is None}
+    if unfilled.was_empty and runtime.world.size > 1:
+        tensors = (*module.parameters(), *module.buffers())
+        broadcast_from_rank_zero(runtime.collective, [each for each in tensors if as_sharded(each) is None])

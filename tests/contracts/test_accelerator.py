@@ -83,11 +83,6 @@ def test_backends_are_those_torch_registers() -> None:
     assert TorchAccelerator("cuda").backend == "nccl"
 
 
-def test_a_device_without_backend_is_an_error_that_lists_the_backends_there_are() -> None:
-    with pytest.raises(ValueError, match="has no distributed backend for 'maia' devices; it has gloo for cpu"):
-        _ = TorchAccelerator("maia").backend
-
-
 def test_an_unknown_name_is_an_error_with_near_and_all_names() -> None:
     with pytest.raises(ValueError, match=r"`accelerator='cud'` is not known. Did you mean 'cuda'\? Write 'auto' or"):
         make_accelerator("cud")
@@ -96,6 +91,6 @@ def test_an_unknown_name_is_an_error_with_near_and_all_names() -> None:
 @pytest.mark.parametrize("name", ["cpu", "cuda", "auto"])
 def test_a_name_that_is_taken_cannot_be_registered(name: str) -> None:
     with pytest.raises(
-        ValueError, match=f"`register_accelerator\\('{name}', ...\\)`: the name is taken, as are 'auto', "
+        ValueError, match=f"`register_accelerator\\('{name}', ...\\)`: the name is taken. Choose another"
     ):
         register_accelerator(name, CPUAccelerator)

@@ -63,9 +63,7 @@ def test_an_unknown_name_is_an_error_with_near_and_all_names() -> None:
 
 @pytest.mark.parametrize("name", ["ddp", "auto"])
 def test_a_name_that_is_taken_cannot_be_registered(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"`register_strategy\\('{name}', ...\\)`: the name is taken, as are 'auto', 'ddp'"
-    ):
+    with pytest.raises(ValueError, match=f"`register_strategy\\('{name}', ...\\)`: the name is taken. Choose another"):
         register_strategy(name, DDPStrategy)
 
 
@@ -79,12 +77,8 @@ register_strategy("mine", make, description="as I like it")
 assert make_strategy("mine") == make()
 assert available_strategies()[-1] == "mine"
 assert strategy_registrations()["mine"].description == "as I like it"
-register_strategy("none", dict)
-try: make_strategy("none")
-except TypeError as error: print(error)
 register_strategy("mine", make)
 """)
-    assert "The strategy 'none' of this program made {}, a `dict` and not a `fabric.strategies.Strategy`." in output
     assert "`register_strategy('mine', ...)`: the name is taken" in output
 
 
@@ -109,11 +103,11 @@ print(make_strategy("far").static_graph)
 @pytest.mark.slow
 def test_an_installed_package_cannot_take_a_name_of_ours(tmp_path: Path) -> None:
     install(tmp_path, "faraway", "[fabric.strategies]\nddp = faraway:make\n", OWN)
-    output = run("from fabric.strategies import available_strategies; available_strategies()", tmp_path)
-    assert (
-        "The installed package 'faraway' names a strategy 'ddp' (entry point 'faraway:make'), but that is a" in output
+    output = run(
+        "from fabric.strategies.registry import strategy_registrations; print(strategy_registrations()['ddp'].source)",
+        tmp_path,
     )
-    assert output.endswith("strategy of torchfabric already. Uninstall one, or rename it.\n")
+    assert output == "torchfabric\n"
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ schedule. The options are checked here, when they are constructed, without calli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
@@ -52,11 +52,10 @@ class Pipeline:
     """The order in which stages process micro-batches, by torch's name of it."""
     num_microbatches: int
     """Into how many equal micro-batches a rank's batch is split for training. More: less idle time, smaller matmuls."""
-    split: Split | Sequence[str]
-    """Where to split. A function `(model, stage, num_stages) -> model` that deletes the submodules of other stages, or
-    sets them to None, and keeps names; it is called for every stage, on copies that share the tensors. Or, for an
-    `nn.Sequential`, the names of the submodules at which stages 1, 2, ... begin; "blocks.2" is submodule 2 of the
-    `nn.Sequential` called blocks."""
+    split: Split
+    """A function `(model, stage, num_stages) -> model` that deletes the submodules of other stages, or sets them to
+    None, and keeps names: of an `nn.Sequential`, `model[:2] if stage == 0 else model[2:]`. It is called for every
+    stage, on copies that share the tensors."""
     loss_fn: Callable[[Any, Tensor], Tensor]
     """`(outputs, target) -> loss`, a scalar tensor; it has no parameters."""
     loss_reduction: Literal["mean", "sum"] = "mean"
@@ -76,7 +75,16 @@ class Pipeline:
                 raise ValueError(f"`{name}={number!r}`: write a whole number from 1 on.")
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f"`loss_reduction={self.loss_reduction!r}`: write 'mean' or 'sum', as `loss_fn` reduces.")
-        self._check_split()
+        is_one = self.schedule in OF_ONE_STAGE
+        if self.degree == 1 and not is_one:  # torch 2.13 then runs backwards in evaluation
+            raise ValueError(f"`schedule={self.schedule!r}` needs two ranks or more. Write '1F1B' for `degree=1`.")
+        if self.stages_per_rank is not None and is_one != (self.stages_per_rank == 1):
+            raise ValueError(
+                f"`stages_per_rank={self.stages_per_rank}` with `schedule={self.schedule!r}`, which needs "
+                f"{'1' if is_one else '2 or more'} on each rank. Write that, or leave it out."
+            )
+        if not callable(self.split):
+            raise TypeError(f"`split={self.split!r}` is no function. Pass one, `split(model, stage, num_stages)`.")
         if isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters()):
             raise TypeError(
                 f"`loss_fn` is a `{type(self.loss_fn).__name__}` with parameters, which would not be trained. Put "
@@ -91,21 +99,3 @@ class Pipeline:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank of the axis, in ascending order. The last rank holds the last stage."""
         return tuple(range(rank, self.num_stages, self.degree))
-
-    def _check_split(self) -> None:
-        if isinstance(self.split, str):
-            raise TypeError(f"`split={self.split!r}`: write a list of names, `[{self.split!r}]`.")
-        is_one = self.schedule in OF_ONE_STAGE
-        if self.degree == 1 and not is_one:  # torch 2.13 then runs backwards in evaluation
-            raise ValueError(f"`schedule={self.schedule!r}` needs two ranks or more. Write '1F1B' for `degree=1`.")
-        if self.stages_per_rank is not None and is_one != (self.stages_per_rank == 1):
-            raise ValueError(
-                f"`stages_per_rank={self.stages_per_rank}` with `schedule={self.schedule!r}`, which needs "
-                f"{'1' if is_one else '2 or more'} on each rank. Write that, or leave it out."
-            )
-        if not callable(self.split) and len(self.split) != self.num_stages - 1:
-            raise ValueError(
-                f"`split={list(self.split)!r}` names {len(self.split)} submodules, but `degree={self.degree}` and "
-                f"`schedule={self.schedule!r}` make {self.num_stages} stages. Name the "
-                f"{self.num_stages - 1} submodules at which the stages after the first begin."
-            )

@@ -14,10 +14,11 @@ scale them.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from fabric.strategies.model_parallel.pipeline.split import Stage
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.precision.forward_precision import autocast, cast_inputs, casts
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.dtensor import local_part
 from fabric.strategies.tensors.nests import map_only_tensors, tensors_in
@@ -36,9 +38,6 @@ from fabric.strategies.tensors.packing import Spec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-Kind: TypeAlias = Literal["train", "loss", "outputs"]
-"""What a call runs: the whole schedule, or forward alone, which returns the loss or the outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +50,6 @@ class _Batch:
 
     def tensors(self) -> list[Tensor]:
         return tensors_in((self.args, self.kwargs, self.target))
-
-
-@dataclass(frozen=True, slots=True)
-class _Built:
-    """A schedule of torch, which receives into buffers of fixed shapes, and the shapes that it was built for."""
-
-    specs: list[Spec]
-    num_microbatches: int
-    schedule: Any
 
 
 @final
@@ -79,26 +69,27 @@ class Stages:
         self.group = group
         self.holds_first = any(stage.index == 0 for stage in stages)
         self.holds_last = any(stage.index == options.num_stages - 1 for stage in stages)
-        self.parameters = _trained(stages)
+        named = {name: each for stage in stages for name, each in stage.module.named_parameters()}
+        self.parameters = [parameter for parameter in named.values() if parameter.requires_grad]
+        self.sharded = [part for stage in stages for part in fsdp_modules(stage.module)]
         self.factor = 1.0
         self.paths = [ForwardPath(stage.module, self._within_stage) for stage in stages]
-        self._built: dict[Kind, _Built] = {}
+        self._built: dict[bool, tuple[list[Spec], Any]] = {}
+        """The shapes of the last batch, and torch's schedule for them: for training, and for evaluation."""
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the user's model; `function`: its original forward, of which only the signature is used."""
         batch = _read(function, args, kwargs)
         if casts(self.runtime.precision):
             batch = _Batch(*cast_inputs(self.runtime.precision, (batch.args, batch.kwargs, batch.target)))
-        if torch.is_grad_enabled():
-            kind: Kind = "train"
+        trains = torch.is_grad_enabled()
+        if trains:
             self._refuse_untrainable(batch)
-        else:
-            kind = "outputs" if batch.target is None else "loss"
         for stage in self.stages:
             stage.copy_mode()
-        built = self._built_for(kind, batch)
+        schedule = self._schedule_for(batch, trains=trains)
         with self.runtime.new_tensors:
-            return self._train(built.schedule, batch) if kind == "train" else self._evaluate(built, batch)
+            return self._train(schedule, batch) if trains else self._evaluate(schedule, batch)
 
     def release(self) -> None:
         """Restore the forward of the stages."""
@@ -118,64 +109,54 @@ class Stages:
         scale = 1.0 if scaler is None else scaler.scale  # small half-precision gradients must not underflow within
         self.factor = scale / (self.options.num_microbatches if self.options.loss_reduction == "mean" else 1)
         losses: list[Tensor] = []
-        with _without_gradients(self.parameters.values()), _unchanged_buffers(self.stages):
-            self._run(schedule.step, batch, losses)
-            gradients = [parameter.grad for parameter in self.parameters.values()]
+        with _without_gradients(self.parameters), _unchanged_buffers(self.stages):
+            self._run(schedule, batch, losses)
+            gradients = [parameter.grad for parameter in self.parameters]
+        total = torch.stack(losses).detach().sum() / scale if self.holds_last else None
+        total = self.collective.broadcast_object(total, self.options.degree - 1)
         anchor = torch.zeros((), requires_grad=True)  # a stage may have nothing to train
-        loss: Tensor = _AttachGradients.apply(
-            self._total(losses, scale), scale, gradients, anchor, *self.parameters.values()
-        )  # type: ignore[no-untyped-call]
+        loss: Tensor = _AttachGradients.apply(total, scale, gradients, anchor, *self.parameters)  # type: ignore[no-untyped-call]
         return loss
 
-    def _evaluate(self, built: _Built, batch: _Batch) -> Any:
-        if batch.target is None:
-            outputs = self._run(built.schedule.step, batch, None)
-            return self.collective.broadcast_object(outputs, self.options.degree - 1)
-        losses: list[Tensor] = []
-        self.factor = 1.0 / (built.num_microbatches if self.options.loss_reduction == "mean" else 1)
-        self._run(built.schedule.eval, batch, losses)
-        return self._total(losses, 1.0)
+    def _evaluate(self, schedule: Any, batch: _Batch) -> Any:
+        result = self._run(schedule, batch)
+        if batch.target is not None and self.holds_last:
+            result = self._loss(result, batch.target)
+        return self.collective.broadcast_object(result, self.options.degree - 1)
 
-    def _run(self, step: Callable[..., Any], batch: _Batch, losses: list[Tensor] | None) -> Any:
+    def _run(self, schedule: Any, batch: _Batch, losses: list[Tensor] | None = None) -> Any:
         last = {"target": batch.target, "losses": losses} if self.holds_last and losses is not None else {}
-        outputs = step(*(batch.args if self.holds_first else ()), **last, **batch.kwargs)
-        for stage in self.stages:
-            _reshard(stage.module)
+        outputs = schedule.step(*(batch.args if self.holds_first else ()), **last, **batch.kwargs)
+        for part in self.sharded:  # so that loaded weights are copied into shards
+            part.reshard()
         return outputs
 
-    def _total(self, losses: list[Tensor], scale: float) -> Tensor:
-        """The loss of the whole batch, broadcast from the last stage."""
-        total = torch.stack([loss.detach() for loss in losses]).sum() / scale if losses else None
-        loss: Tensor = self.collective.broadcast_object(total, self.options.degree - 1)
-        return loss
-
-    def _built_for(self, kind: Kind, batch: _Batch) -> _Built:
-        """The schedule for a batch of these shapes: that of the last call, or a new one if shapes have changed."""
+    def _schedule_for(self, batch: _Batch, *, trains: bool) -> Any:
+        """A schedule receives into buffers of fixed shapes: that of the last call, or a new one if shapes changed."""
         tensors = batch.tensors()
         specs = [Spec.of(tensor) for tensor in tensors]
-        built = self._built.get(kind)
-        is_new = built is None or built.specs != specs
-        self._agree(kind, tensors, with_content=is_new)
-        if built is None or is_new:
-            count = _num_microbatches(tensors, self.options.num_microbatches, divides=kind == "train")
-            self._built.pop(kind, None)  # frees its buffers before new ones are allocated
-            built = self._built[kind] = _Built(specs, count, self._build(kind, count))
-        return built
+        is_new = trains not in self._built or self._built[trains][0] != specs
+        self._agree(tensors, trains=trains, with_content=is_new)
+        if is_new:
+            self._built.pop(trains, None)  # frees its buffers before new ones are allocated
+            count = _num_microbatches(tensors, self.options.num_microbatches, divides=trains)
+            self._built[trains] = specs, self._build(count, trains=trains)
+        return self._built[trains][1]
 
-    def _agree(self, kind: Kind, tensors: Sequence[Tensor], *, with_content: bool) -> None:
+    def _agree(self, tensors: Sequence[Tensor], *, trains: bool, with_content: bool) -> None:
         """Raise CollectiveError if ranks call the model differently: gloo aborts the process on unexpected shapes."""
-        lines = [f"model(...) in a pipeline, for {kind}"]
+        lines = [f"model(...) in a pipeline, {'with' if trains else 'without'} gradients"]
         for place, tensor in enumerate(tensors):
             content = f", content {digest_of_all([tensor])}" if with_content else ""
             lines.append(f"tensor {place} of the batch: {Spec.of(tensor)}{content}")
         check_call(self.collective, "\n".join(lines))
 
-    def _build(self, kind: Kind, count: int) -> Any:
+    def _build(self, count: int, *, trains: bool) -> Any:
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         is_one = self.options.schedule in OF_ONE_STAGE
-        name = self.options.schedule if kind == "train" else ("GPipe" if is_one else "LoopedBFS")
+        name = self.options.schedule if trains else ("GPipe" if is_one else "LoopedBFS")
         stages = [
             PipelineStage(stage.module, stage.index, self.options.num_stages, self.runtime.device, group=self.group)
             for stage in self.stages
@@ -183,18 +164,17 @@ class Stages:
         return get_schedule_class(name)(
             stages[0] if is_one else stages,
             n_microbatches=count,
-            loss_fn=None if kind == "outputs" else self._loss,
+            loss_fn=self._scaled_loss if trains else None,
             scale_grads=False,
         )
 
     def _loss(self, outputs: Any, target: Tensor) -> Tensor:
-        """The contribution of a micro-batch to the loss of the batch, times the loss scale."""
         with autocast(self.runtime.precision, self.runtime.device):
-            loss = self.options.loss_fn(outputs, target)
-        if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
-            what = f"a tensor {Spec.of(loss)}" if isinstance(loss, Tensor) else repr(loss)
-            raise TypeError(f"`loss_fn` returned {what}. Return a floating-point scalar, a tensor without dims.")
-        return loss * self.factor
+            return self.options.loss_fn(outputs, target)
+
+    def _scaled_loss(self, outputs: Any, target: Tensor) -> Tensor:
+        """The contribution of a micro-batch to the loss of the batch, times the loss scale."""
+        return self._loss(outputs, target) * self.factor
 
     def _refuse_untrainable(self, batch: _Batch) -> None:
         if batch.target is None:
@@ -238,18 +218,8 @@ class _AttachGradients(torch.autograd.Function):
         return None, None, None, None, *gradients
 
 
-def _trained(stages: Sequence[Stage]) -> dict[str, nn.Parameter]:
-    """The trainable parameters of this rank, each once, by name."""
-    return {
-        name: parameter
-        for stage in stages
-        for name, parameter in stage.module.named_parameters()
-        if parameter.requires_grad
-    }
-
-
 @contextmanager
-def _without_gradients(parameters: Iterator[nn.Parameter] | Any) -> Iterator[None]:
+def _without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Set `.grad` to None within the context, and restore it afterwards."""
     before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
@@ -279,20 +249,8 @@ def _unchanged_buffers(stages: Sequence[Stage]) -> Iterator[None]:
             )
 
 
-def _reshard(module: nn.Module) -> None:
-    """Reshard modules of `fully_shard`, so that loaded weights are copied into shards."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
 def _read(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Batch:
-    """Separate the target from the inputs: by name, or as the last argument if forward has no such parameter.
-
-    Raises: TypeError: it is not a tensor.
-    """
+    """Separate the target from the inputs: by name, or as the last argument if forward has no such parameter."""
     parameters = inspect.signature(function).parameters
     if "target" in parameters:
         place = list(parameters).index("target")
@@ -302,25 +260,22 @@ def _read(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         place = len(parameters)  # one more than forward has
     rest = {name: value for name, value in kwargs.items() if name != "target"}
     target = args[place] if place < len(args) else kwargs.get("target")
-    if target is not None and not isinstance(target, Tensor):
-        raise TypeError(f"`target` is a `{type(target).__name__}`. A pipeline splits one tensor of targets. Pass that.")
     return _Batch((*args[:place], *args[place + 1 :]), rest, target)
 
 
 def _num_microbatches(tensors: Sequence[Tensor], most: int, *, divides: bool) -> int:
     """Number of micro-batches. Raises ValueError if the batch cannot be split into `most` equal ones (`divides`)."""
-    sizes = {tensor.shape[0] if tensor.ndim else None for tensor in tensors}
-    if len(sizes) != 1 or None in sizes:
+    sizes = {tensor.shape[:1] for tensor in tensors}
+    if len(sizes) != 1 or () in sizes:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
         raise ValueError(
             f"A pipeline splits every tensor of a batch along its first dim, but they have the shapes {shapes}. Pass "
             "tensors whose first dim is the batch, and make the others buffers of the model."
         )
-    size = next(iter(sizes))
-    assert size is not None
+    [[size]] = sizes
     if divides and size % most:
         raise ValueError(
             f"A batch of {size} samples cannot be split into `num_microbatches={most}` equal parts. Write a batch size "
             f"that {most} divides, with `drop_last=True` in the loader, or another `num_microbatches`."
         )
-    return max(count for count in range(1, most + 1) if size % count == 0)
+    return math.gcd(size, most)

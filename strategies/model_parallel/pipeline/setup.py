@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,13 +21,7 @@ from fabric.strategies.gradients.clipping import clip_norm
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.schedule import Stages
-from fabric.strategies.model_parallel.pipeline.split import (
-    Stage,
-    assign_to_model,
-    assign_to_stages,
-    drop_other_stages,
-    split_model,
-)
+from fabric.strategies.model_parallel.pipeline.split import assign, drop_other_stages, split_model
 from fabric.strategies.model_parallel.pipeline.state import PipelineState, WholeModel
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import AddedParameters
@@ -41,9 +35,6 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.mesh import along
 from fabric.strategies.sharding.sharded_state import ShardedState
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def pipelined(
@@ -59,12 +50,12 @@ def pipelined(
 
     `parallelize`: the user's function, called with each stage. Ranks: all of the mesh call it.
     """
-    assert runtime.mesh is not None
     mesh, inner = runtime.mesh, uncompiled(module)
-    line = along(runtime.collective, mesh, ("pipeline",))
+    assert mesh is not None
     assert mesh.mesh_dim_names is not None
+    line = along(runtime.collective, mesh, ("pipeline",))
     peers = along(runtime.collective, mesh, [axis for axis in mesh.mesh_dim_names if axis != "pipeline"])
-    whole = WholeModel(inner, optimizers)
+    whole = WholeModel(inner)
     unfilled = Unfilled(inner)
     all_stages = split_model(inner, options)
     stages = [all_stages[index] for index in options.stages_of(line.rank)]
@@ -72,20 +63,20 @@ def pipelined(
     if runtime.world.size > 1:
         broadcast_from_rank_zero(runtime.collective, tensors)
     drop_other_stages(inner, stages)
-    whole.leave()
+    whole.leave(optimizers)
     with rebinding(inner, optimizers):
-        was_empty = any(parameter.is_meta for parameter in inner.parameters())
         for part in in_order_of_apply(inner):
             unfilled.fill(part, runtime.device, peers)
         unfilled.finish(None, runtime.device, peers)  # `init_weights` would need the stages that were dropped
-        if was_empty and peers.size > 1:
+        if unfilled.was_empty and peers.size > 1:
             broadcast_from_rank_zero(peers, (*inner.parameters(), *inner.buffers()))
         place(runtime, inner, optimizers, move=move)
-        assign_to_stages(stages, inner)
         for stage in stages:
+            assign(inner, stage.module)
             parallelize(stage.module)
-        assign_to_model(inner, stages)
-    sync = PipelineGradientSync(options, runtime, inner, stages, line, peers, mesh.get_group("pipeline"), unfilled)
+            assign(stage.module, inner)
+    running = Stages(options, runtime, stages, line, mesh.get_group("pipeline"))
+    sync = PipelineGradientSync(runtime, inner, running, peers, unfilled)
     path = ForwardPath(inner, sync.forward, _refuse_mark)
     made = prepared(runtime, module, optimizers, sync, path, refuse_copies(inner, IN_STAGES))
     return replace(
@@ -99,25 +90,17 @@ def pipelined(
 class PipelineGradientSync(GradientSync):
     """Synchronises a model in a pipeline: `forward` runs the whole schedule, backward included.
 
-    `line`: the ranks with the other stages of this replica of the model. `peers`: the ranks with the same stages.
+    `peers`: the ranks with the same stages.
     """
 
     def __init__(
-        self,
-        options: Pipeline,
-        runtime: Runtime,
-        module: nn.Module,
-        stages: Sequence[Stage],
-        line: Collective,
-        peers: Collective,
-        group: ProcessGroup,
-        unfilled: Unfilled,
+        self, runtime: Runtime, module: nn.Module, stages: Stages, peers: Collective, unfilled: Unfilled
     ) -> None:
-        self.peers, self.unfilled, self.runtime = peers, unfilled, runtime
-        self.averaging = MeshAveraging(runtime, nn.ModuleDict({f"stage {each.index}": each.module for each in stages}))
+        self.peers, self.unfilled, self.runtime, self.stages = peers, unfilled, runtime, stages
+        parts = nn.ModuleDict({f"stage {each.index}": each.module for each in stages.stages})
+        self.averaging = MeshAveraging(runtime, parts)
         # A schedule makes `fully_shard` reduce gradients also within `no_backward_sync`.
         self.averaging.sharded.clear()
-        self.stages = Stages(options, runtime, stages, line, group)
         self.additions = AddedParameters(module, by_name=bool(fsdp_modules(module)))
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

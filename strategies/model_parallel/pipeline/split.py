@@ -8,9 +8,9 @@ attributes that are set on the user's model later do not reach the stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from torch import Tensor, nn
 
@@ -41,8 +41,7 @@ def split_model(model: nn.Module, options: Pipeline) -> list[Stage]:
     Raises: ValueError: a parameter or buffer is in no stage, or a parameter in two; TypeError: `split` returned no
     module.
     """
-    split = options.split if callable(options.split) else _split_at(options.split)
-    stages = [_make_stage(model, split, index, options.num_stages) for index in range(options.num_stages)]
+    stages = [_make_stage(model, options.split, index, options.num_stages) for index in range(options.num_stages)]
     _check(model, stages)
     return stages
 
@@ -55,28 +54,12 @@ def drop_other_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
             _set(model, name, None)
 
 
-def assign_to_stages(stages: Sequence[Stage], model: nn.Module) -> None:
-    """Set the tensors of the stages to those of the user's model, by name."""
-    tensors = dict(_tensors(model))
-    for stage in stages:
-        for name, _ in list(_tensors(stage.module)):
-            _set(stage.module, name, tensors[name])
-
-
-def assign_to_model(model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Set the tensors of the user's model to those of the stages, by name.
-
-    Raises: ValueError: a stage has a name that the model does not have.
-    """
-    names = {name for name, _ in _tensors(model)}
-    for stage in stages:
-        for name, tensor in list(_tensors(stage.module)):
-            if name not in names:
-                raise ValueError(
-                    f"Stage {stage.index} has `{name}` after `parallelize_fn`, and the model has no such name. Change "
-                    "tensors and modules in place, without wrappers that change names: checkpoints have the model's."
-                )
-            _set(model, name, tensor)
+def assign(source: nn.Module, target: nn.Module) -> None:
+    """Set the tensors of `target` to those that `source` has under the same names."""
+    tensors = dict(_tensors(source))
+    for name, _ in list(_tensors(target)):
+        if name in tensors:
+            _set(target, name, tensors[name])
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -111,8 +94,7 @@ def _copied(module: nn.Module, copies: dict[nn.Module, nn.Module], *, is_root: b
     if module not in copies:
         copies[module] = copy = module.__new__(type(module))
         vars(copy).update(vars(module))
-        vars(copy).update({name: dict(vars(module)[name]) for name in TREE})
-        vars(copy)["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
+        vars(copy).update({name: vars(module)[name].copy() for name in (*TREE, "_non_persistent_buffers_set")})
         for name, child in module._modules.items():
             if child is not None:
                 copy._modules[name] = _copied(child, copies)
@@ -133,14 +115,14 @@ def _with_originals(
 
 
 def _is_whole(copy: nn.Module, original: nn.Module) -> bool:
-    mine, given = vars(copy), vars(original)
-    if mine.keys() != given.keys() or mine["_non_persistent_buffers_set"] != given["_non_persistent_buffers_set"]:
-        return False
-    rest = mine.keys() - {*TREE, "_non_persistent_buffers_set"}
-    return all(mine[name] is given[name] for name in rest) and all(
-        mine[tree].keys() == given[tree].keys() and all(mine[tree][name] is given[tree][name] for name in given[tree])
-        for tree in TREE
-    )
+    return _contents(copy) == _contents(original)
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """All attributes, by identity; those of the tree by what is in them."""
+    attributes = {name: id(value) for name, value in vars(module).items()}
+    tree = {name: {key: id(each) for key, each in vars(module)[name].items()} for name in TREE}
+    return {**attributes, **tree, "_non_persistent_buffers_set": module._non_persistent_buffers_set}
 
 
 def _check(model: nn.Module, stages: Sequence[Stage]) -> None:
@@ -157,55 +139,11 @@ def _check(model: nn.Module, stages: Sequence[Stage]) -> None:
             seen.add(name)
             if isinstance(tensor, nn.Parameter):
                 owner, first = owners.setdefault(id(tensor), (stage.index, name))
-                if owner != stage.index and first == name:
-                    raise ValueError(f"`{name}` is in stages {owner} and {stage.index}. Let `split` leave it in one.")
                 if owner != stage.index:
                     raise ValueError(
-                        f"`{first}` and `{name}` are one tied weight, but in stages {owner} and {stage.index}, where "
-                        "they would be trained separately. Split elsewhere, or untie them."
+                        f"One parameter is `{first}` in stage {owner} and `{name}` in stage {stage.index}, where it "
+                        "would be trained separately. Let `split` leave it in one, or untie the weights."
                     )
     for name in whole:
         if name not in seen:
             raise ValueError(f"`{name}` is in none of the {len(stages)} stages. Let `split` leave it in one.")
-
-
-def _split_at(starts: Sequence[str]) -> Split:
-    """Split an `nn.Sequential`, and those in it, at the named submodules."""
-
-    def split(model: nn.Module, stage: int, num_stages: int) -> nn.Module:
-        names = [name for name, _ in model.named_modules() if name]
-        unknown = [start for start in starts if start not in names]
-        if unknown:
-            raise ValueError(
-                f"`split` names {unknown[0]!r}, which is no submodule of the model. Write one of "
-                f"{', '.join(map(repr, names[:9]))}."
-            )
-        found: list[str] = []
-        for owner, name, full in list(_parts(model, starts)):
-            if full in starts:
-                found.append(full)
-            if len(found) != stage:
-                del owner._modules[name]  # not by `del owner[...]`, which renumbers the others
-        if found != list(starts):
-            raise ValueError(f"`split={list(starts)!r}`, but the order in the model is {found!r}. Write that.")
-        return model
-
-    return split
-
-
-def _parts(model: nn.Module, starts: Iterable[str], prefix: str = "") -> Iterator[tuple[nn.Module, str, str]]:
-    """The submodules that are in one stage each, in the order of forward: owner, name in it, name in the model."""
-    if not isinstance(model, nn.Sequential):
-        raise ValueError(
-            f"`split` names a submodule of `{prefix.rstrip('.') or 'the model'}`, a `{type(model).__name__}`: only an "
-            "`nn.Sequential` is known to call its submodules in order. Pass a function `(model, stage, num_stages) "
-            "-> model` that splits it."
-        )
-    for name, part in list(model._modules.items()):
-        full = f"{prefix}{name}"
-        if part is not None and any(start.startswith(f"{full}.") for start in starts):
-            if full in starts:
-                raise ValueError(f"`split` names {full!r} and a submodule of it. Name only the latter.")
-            yield from _parts(part, starts, f"{full}.")
-        else:
-            yield model, name, full

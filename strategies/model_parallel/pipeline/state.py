@@ -12,12 +12,14 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.checkpoint.state import PLAIN, StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, no_shards, replicated
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.gradients.elementwise import updates_each
 from fabric.strategies.tensors.packing import Spec
+from fabric.strategies.tensors.parameters import parameters_of
 
 
 @final
@@ -29,45 +31,38 @@ class _Groups:
     """For each group, the indices of the parameters that this rank holds."""
     indices: list[list[int]]
     """For each group, the indices of all its parameters."""
-    names: list[list[str] | None]
-    """For each group, the names of all its parameters, if the user named them."""
 
 
 @final
 class WholeModel:
     """Names and shapes of a model, indices and groups of its optimizers, before the model is split."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.shapes = {name: _shape(value) for name, value in model.state_dict().items()}
-        self._flat = {optimizer: _flat(optimizer) for optimizer in optimizers}
+        self.shapes = PLAIN.shapes(model)
         self.groups: dict[Optimizer, _Groups] = {}
 
-    def leave(self) -> None:
-        """Remove the parameters of other ranks' stages from the optimizers.
+    def leave(self, optimizers: Sequence[Optimizer]) -> None:
+        """Remove the parameters that the model has no more, those of other ranks' stages, from the optimizers.
 
-        Raises: ValueError: an optimizer that needs all parameters in one step (`LBFGS`).
+        Raises: ValueError: an optimizer that needs all parameters in one step, such as LBFGS.
         """
         own = set(self.model.parameters())
-        for optimizer, flat in self._flat.items():
-            if isinstance(optimizer, LBFGS):
+        for optimizer in optimizers:
+            if updates_each(optimizer) == "model":
                 raise ValueError(
-                    "`LBFGS` computes each step from the gradients of all parameters, and in a pipeline a rank has "
-                    "only those of its stages. Use an optimizer that updates each parameter by itself, such as AdamW."
+                    f"`{type(optimizer).__name__}` computes each step from the gradients of all parameters, and in a "
+                    "pipeline a rank has only those of its stages. Use one that updates each by itself, such as AdamW."
                 )
-            groups = _Groups([], [], [])
+            index = {parameter: place for place, parameter in enumerate(dict.fromkeys(parameters_of(optimizer)))}
+            groups = _Groups([], [])
             for group in optimizer.param_groups:
-                groups.indices.append([flat[parameter] for parameter in group["params"]])
-                groups.names.append(group.get("param_names"))
-                places = [place for place, parameter in enumerate(group["params"]) if parameter in own]
-                groups.kept.append([groups.indices[-1][place] for place in places])
-                group["params"][:] = [group["params"][place] for place in places]
-                if "param_names" in group:
-                    group["param_names"] = [group["param_names"][place] for place in places]
+                groups.indices.append([index[parameter] for parameter in group["params"]])
+                group["params"][:] = [parameter for parameter in group["params"] if parameter in own]
+                groups.kept.append([index[parameter] for parameter in group["params"]])
             for parameter in [each for each in optimizer.state if each not in own]:
                 del optimizer.state[parameter]
             self.groups[optimizer] = groups
-        self._flat.clear()
 
 
 @final
@@ -84,30 +79,20 @@ class PipelineState(StateAccess):
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         gathered = self._gathered(self.inner.read_module(module))
-        return {name: gathered[name] for name in self._shapes(module) if name in gathered}
+        return {name: gathered[name] for name in self.shapes(module) if name in gathered}
 
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
         pieces = self._pieces(self.inner.read_module_shards(module))
-        return {name: pieces[name] for name in self._shapes(module) if name in pieces}
+        return {name: pieces[name] for name in self.shapes(module) if name in pieces}
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
-        shapes = self._shapes(module)
-        wrong = [
-            f"`{name}` has shape {tuple(content[name].shape)}, and the model's {shape}"
-            for name, shape in shapes.items()
-            if shape is not None and name in content and _shape(content[name]) != shape
-        ]
-        if strict:
-            wrong += [f"`{name}` is missing" for name in shapes if name not in content]
-            wrong += [f"`{name}` is not in the model" for name in content if name not in shapes]
-        if wrong:  # on every rank, also on those without the tensor
-            raise RuntimeError(f"The state cannot be loaded into `{type(module).__name__}`: {'; '.join(wrong)}.")
-        mine = module.state_dict()
-        own = {name: content[name] for name in mine if name in content}
-        self.inner.write_module(module, own, strict=False)
+        own = {name: content[name] for name in module.state_dict() if name in content}
+        self.inner.write_module(module, own, strict=strict)
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
-        return self._shapes(module)
+        path = next(name for name, part in self.whole.model.named_modules() if part is module)
+        prefix = f"{path}." if path else ""
+        return {name[len(prefix) :]: shape for name, shape in self.whole.shapes.items() if name.startswith(prefix)}
 
     def group_sizes(self, optimizer: Optimizer) -> list[int]:
         return [len(indices) for indices in self._groups(optimizer).indices]
@@ -133,30 +118,19 @@ class PipelineState(StateAccess):
         for index, name in sorted(gathered, key=lambda key: key[0]):
             whole.setdefault(index, {})[name] = gathered[index, name]
         described = [
-            {**group, "params": indices, **({} if names is None else {"param_names": names})}
-            for group, indices, names in zip(content["param_groups"], groups.indices, groups.names, strict=True)
+            {**group, "params": indices} for group, indices in zip(content["param_groups"], groups.indices, strict=True)
         ]
         return {**content, "state": whole, "param_groups": described}
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         groups = self._groups(optimizer)
-        lengths = [len(group["params"]) for group in content["param_groups"]]
-        expected = [len(indices) for indices in groups.indices]
-        if lengths != expected:
-            raise ValueError(
-                f"The saved optimizer has groups of {lengths} parameters, and this `{type(optimizer).__name__}` of "
-                f"{expected}. Make it from the same groups."
-            )
         states, described, count = {}, [], 0
-        for group, kept, indices, saved in zip(
-            optimizer.param_groups, groups.kept, groups.indices, content["param_groups"], strict=True
-        ):
+        for kept, indices, saved in zip(groups.kept, groups.indices, content["param_groups"], strict=True):
             by_index = dict(zip(indices, saved["params"], strict=True))
             for place, index in enumerate(kept, start=count):
                 if by_index[index] in content["state"]:
                     states[place] = content["state"][by_index[index]]
-            names = {"param_names": group["param_names"]} if "param_names" in group else {}
-            described.append({**saved, **names, "params": list(range(count, count + len(kept)))})
+            described.append({**saved, "params": list(range(count, count + len(kept)))})
             count += len(kept)
         self.inner.write_optimizer(optimizer, {**content, "state": states, "param_groups": described})
 
@@ -168,12 +142,6 @@ class PipelineState(StateAccess):
                 "with the model."
             )
         return self.whole.groups[optimizer]
-
-    def _shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
-        """Shapes in the state of the module, or of a submodule, before it was split."""
-        path = next(name for name, part in self.whole.model.named_modules() if part is module)
-        prefix = f"{path}." if path else ""
-        return {name[len(prefix) :]: shape for name, shape in self.whole.shapes.items() if name.startswith(prefix)}
 
     def _pieces(self, mine: Mapping[Any, Any]) -> dict[Any, Any]:
         """The entries of all ranks of `line`, tensors as `TensorShards`: without values those of other stages."""
@@ -210,16 +178,3 @@ class PipelineState(StateAccess):
 
 def _without_values(value: Any) -> Any:
     return no_shards(value.shape, value.dtype) if isinstance(value, TensorShards) else value
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, Tensor) else None
-
-
-def _flat(optimizer: Optimizer) -> dict[Tensor, int]:
-    """The index of each parameter in `Optimizer.state_dict`."""
-    flat: dict[Tensor, int] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            flat.setdefault(parameter, len(flat))
-    return flat

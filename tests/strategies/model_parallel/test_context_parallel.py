@@ -61,14 +61,10 @@ def refuse(mesh: Any, size: int) -> None:
     with pytest.raises(ValueError, match=rf"`context_slice` of {size + 1} positions \(dim 1 of a tensor of shape"):
         context_slice(torch.ones(2, size + 1), mesh)
     ones = torch.ones(1, 1, 2, 2)
-    with pytest.raises(ValueError, match="`context_attention` of 2 queries to 1 keys and 2 values: it is self-attent"):
-        context_attention(ones, ones[:, :, :1], ones, mesh)
-    with pytest.raises(TypeError, match=r"`context_attention` was given a DTensor. Pass its local tensor"):
+    with pytest.raises(RuntimeError, match="DTensor"):
         context_attention(ones, distribute_tensor(ones, mesh), ones, mesh)
-    with pytest.raises(
-        ValueError, match=r"Positions are sharded along one axis, but the mesh has 5: .* `mesh\['context'\]`"
-    ):
-        context_slice(ones, mesh._get_root_mesh())
+    with pytest.raises(RuntimeError, match="mesh_dim"):
+        context_slice(torch.ones(2, 64), mesh._get_root_mesh())
 
 
 @pytest.mark.slow

@@ -29,10 +29,6 @@ from fabric.strategies.model_parallel.pipeline.split import drop_other_stages, s
         ({"num_microbatches": 0}, "`num_microbatches=0`: write a whole number from 1 on"),
         ({"stages_per_rank": 2}, r"`stages_per_rank=2` with `schedule='1F1B'`, which needs 1 on each rank"),
         ({"stages_per_rank": 1, "schedule": "LoopedBFS"}, "which needs 2 or more on each rank"),
-        (
-            {"split": ["1", "2"]},
-            r"`split=\['1', '2'\]` names 2 submodules, but `degree=2` and `schedule='1F1B'` make 2 st",
-        ),
         ({"loss_reduction": "max"}, "`loss_reduction='max'`: write 'mean' or 'sum'"),
     ],
     ids=lambda given: str(given) if isinstance(given, dict) else "",
@@ -45,7 +41,7 @@ def test_options_that_contradict_each_other_raise_in_the_constructor(options: di
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"split": "1"}, r"`split='1'`: write a list of names, `\['1'\]`"),
+        ({"split": ["1"]}, r"`split=\['1'\]` is no function. Pass one, `split\(model, stage, num_stages\)`"),
         ({"loss_fn": nn.Linear(2, 2)}, "`loss_fn` is a `Linear` with parameters, which would not be trained"),
     ],
     ids=lambda given: str(given) if isinstance(given, dict) else "",
@@ -61,7 +57,7 @@ def test_several_stages_per_rank_are_placed_as_the_schedule_needs_them() -> None
     assert loop.num_stages == 6
 
 
-def in_two(split: Callable[..., nn.Module] | list[str]) -> Pipeline:
+def in_two(split: Callable[..., nn.Module]) -> Pipeline:
     return pipeline(split=split)
 
 
@@ -70,9 +66,23 @@ def sequence() -> nn.Sequential:
     return nn.Sequential(OrderedDict(start=nn.Linear(2, 2), blocks=inner, end=nn.Linear(2, 2)))
 
 
-def test_a_sequential_is_split_at_the_named_submodules_and_keeps_its_names() -> None:
+def within_blocks(model: nn.Sequential, stage: int, num_stages: int) -> nn.Module:
+    assert isinstance(model.blocks, nn.Sequential)
+    model.blocks = model.blocks[:1] if stage == 0 else model.blocks[1:]
+    return model[:2] if stage == 0 else model[1:]
+
+
+def halved(model: nn.Module, stage: int, num_stages: int) -> nn.Module:
+    """Stage 0 has the first submodule."""
+    for place, (name, _) in enumerate(list(model.named_children())):
+        if (place > 0) != (stage > 0):
+            delattr(model, name)
+    return model
+
+
+def test_a_sequential_that_is_split_by_slices_keeps_its_names() -> None:
     model = sequence()
-    first, second = split_model(model, in_two(["blocks.second"]))
+    first, second = split_model(model, in_two(within_blocks))
     assert [name for name, _ in first.module.named_modules()] == ["", "start", "blocks", "blocks.first"]
     assert [name for name, _ in second.module.named_modules()] == ["", "blocks", "blocks.second", "end"]
     assert first.module.get_submodule("blocks.first") is model.blocks.first
@@ -80,7 +90,7 @@ def test_a_sequential_is_split_at_the_named_submodules_and_keeps_its_names() -> 
     assert torch.equal(second.module(first.module(x)), model(x))
     drop_other_stages(model, [second])
     assert list(model.state_dict()) == ["blocks.second.weight", "blocks.second.bias", "end.weight", "end.bias"]
-    whole, _ = split_model(sequence(), in_two(["blocks"]))
+    whole, _ = split_model(sequence(), in_two(halved))
     assert [name for name, _ in whole.module.named_modules()] == ["", "start"]
 
 
@@ -124,7 +134,7 @@ def lose_a_buffer(model: Net, stage: int, num_stages: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "split", "error", "words"),
     [
-        (Net, keep_all, ValueError, "`place` is in stages 0 and 1. Let `split` leave it in one"),
+        (Net, keep_all, ValueError, "One parameter is `place` in stage 0 and `place` in stage 1, where it would be"),
         (Net, lose_a_buffer, ValueError, "`offset` is in none of the 2 stages"),
         (Net, give_a_name, TypeError, r"`split\(model, 0, 2\)` returned 'embed'"),
         (
@@ -133,13 +143,6 @@ def lose_a_buffer(model: Net, stage: int, num_stages: int) -> nn.Module:
             ValueError,
             "Stage 0 has `0.weight`, which the model does not have, or has as another tensor",
         ),
-        (
-            sequence,
-            ["blocks.third"],
-            ValueError,
-            "'blocks.third', which is no submodule of the model. Write one of 'start', 'blocks',",
-        ),
-        (Net, ["blocks.3"], ValueError, "`split` names a submodule of `the model`, a `Net`: only an `nn.Sequential`"),
     ],
 )
 def test_splits_that_lose_duplicate_or_rename_weights_raise(
@@ -154,19 +157,11 @@ def test_a_weight_tied_across_two_stages_raises_with_both_names() -> None:
     assert isinstance(net.embed, nn.Embedding)
     assert isinstance(net.head, nn.Linear)
     net.head.weight = net.embed.weight
-    with pytest.raises(ValueError, match=r"`embed.weight` and `head.weight` are one tied weight, but in stages 0 an"):
+    with pytest.raises(ValueError, match=r"One parameter is `embed.weight` in stage 0 and `head.weight` in stage 1"):
         split_model(net, in_two(cut_evenly))
     model = sequence()
     model.blocks.first.weight = model.start.weight
-    assert len(split_model(model, in_two(["blocks.second"]))) == 2  # tied within a stage
-
-
-def test_submodule_names_in_a_wrong_order_or_nested_raise() -> None:
-    options = pipeline(degree=3, num_microbatches=3, split=["end", "blocks"])
-    with pytest.raises(ValueError, match=r"but the order in the model is \['blocks', 'end'\]"):
-        split_model(sequence(), options)
-    with pytest.raises(ValueError, match="`split` names 'blocks' and a submodule of it"):
-        split_model(sequence(), pipeline(degree=3, num_microbatches=3, split=["blocks", "blocks.second"]))
+    assert len(split_model(model, in_two(within_blocks))) == 2  # tied within a stage
 
 
 class Normed(nn.Sequential):
@@ -229,7 +224,6 @@ CALLS = [
         r"along its first dim, but they have the shapes \(8, 4\), \(4, 4\)",
         lambda fabric, model, x, y: model(x, y[:4]),
     ),
-    Raises(TypeError, "`target` is a `list`", lambda fabric, model, x, y: model(x, target=[y])),
     Raises(
         CollectiveError,
         "The 2 ranks did not make the same call.*tensor 0 of the batch",
@@ -278,16 +272,11 @@ def refuse_optimizers(fabric: Fabric) -> None:
     late = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="This `SGD` was made after `setup`, from the parameters of one rank's stages"):
         fabric.save("nowhere", {"optimizer": late})
-    content = {"0.weight": torch.zeros(4, 4), "0.bias": torch.zeros(4), "1.1.weight": torch.zeros(4, 4)}
-    with pytest.raises(RuntimeError, match=r"`1.1.bias` is missing; `2.bias` is not in the model\."):
-        fabric._objects.state_access(model).write_module(model, {**content, "2.bias": torch.zeros(4)}, strict=True)
-    with pytest.raises(RuntimeError, match=r"`1.1.weight` has shape \(2, 2\), and the model's \(4, 4\)"):
-        fabric._objects.state_access(model).write_module(model, {"1.1.weight": torch.zeros(2, 2)}, strict=False)
 
 
 @pytest.mark.slow
 def test_wrong_calls_raise_on_every_rank_and_leave_the_model_unchanged() -> None:
-    fabric_with(2, pipeline(split=["1"], loss_fn=square), "32-true").launch(call_wrongly)
+    fabric_with(2, pipeline(split=halved, loss_fn=square), "32-true").launch(call_wrongly)
 
 
 def train_once(fabric: Fabric, make: Callable[[], nn.Module]) -> None:
@@ -316,16 +305,12 @@ def with_counts() -> nn.Module:
     ("options", "make", "words"),
     [
         (
-            pipeline(split=["1"], loss_fn=square),
+            pipeline(split=halved, loss_fn=square),
             with_norm,
             r"The buffer `1.0.num_batches_tracked` changed in forward\.",
         ),
-        (pipeline(split=["1"], loss_fn=square), with_counts, r"The buffer `1.0.calls` changed in forward\."),
-        (
-            pipeline(split=["1"], loss_fn=each),
-            with_frozen_norm,
-            r"`loss_fn` returned a tensor float32 \(2,\) on cpu. Return a",
-        ),
+        (pipeline(split=halved, loss_fn=square), with_counts, r"The buffer `1.0.calls` changed in forward\."),
+        (pipeline(split=halved, loss_fn=each), with_frozen_norm, "grad can be implicitly created only for scalar outp"),
     ],
     ids=["norm", "counts", "loss"],
 )
@@ -338,4 +323,4 @@ def test_models_whose_numbers_a_pipeline_would_change_end_the_job(
 
 @pytest.mark.slow
 def test_a_frozen_norm_trains() -> None:
-    fabric_with(2, pipeline(split=["1"], loss_fn=square), "32-true").launch(train_once, with_frozen_norm)
+    fabric_with(2, pipeline(split=halved, loss_fn=square), "32-true").launch(train_once, with_frozen_norm)
