@@ -42,6 +42,8 @@ AFTER_SAVE_SECONDS = 5.0
 """How long a rank has after that save, to end its loop or to begin the next save."""
 ASK_NODES_SECONDS = 1.0
 """How often each of several nodes looks whether a rank of another one has failed: one request to the store."""
+AFTER_DEATH_SECONDS = 10.0
+"""How long the others have if a rank dies after such a signal: what they do with it never ends."""
 HANGS_SECONDS = 5.0
 """A job that is ended prints the table of waiting ranks if a collective has waited for that long."""
 TABLE_SECONDS = 4.0
@@ -228,7 +230,8 @@ class Supervisor:
         self._output.end(child.rank)
         del self._running[child.rank]
         if code < 0 and self.signals.received and -code not in self.signals.received:
-            self._point.end_waits()  # the others are saving, perhaps with this rank: they have the time of the signal
+            self._point.end_waits()  # the others are saving, perhaps with this rank
+            self._after(AFTER_DEATH_SECONDS, self._kill)
         without_result = self.expects_results and child.rank not in self.results
         if code == 0 and not without_result:
             self.departures.append(self._departure(child, at_ns, "left with exit code 0"))
