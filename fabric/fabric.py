@@ -97,6 +97,8 @@ class Fabric:
     `timeout_seconds`: how long a collective waits for the other ranks before it raises; None: the strategy's own value,
     half an hour by default.
     `report_after_seconds`: if a rank waits in one collective for longer, the job prints what each rank does.
+    `stop_grace_seconds`: how long a rank that fabric started may go on after SIGTERM or Ctrl-C, before it is killed;
+    None: 30 s, and as long as a `save` that is in progress takes.
     `sanitize`: in which steps of each optimizer the ranks compare, exactly, what they should have in common: weights,
     optimizer states, gradients, hyperparameters, and every collective before it runs. "start": steps 1 to 3, then 4, 8,
     16, ...; "always": every step; a number N: those of "start", and every N-th; False: none. Ranks that differ raise
@@ -120,6 +122,7 @@ class Fabric:
         deterministic: Any = False,
         timeout_seconds: float | None = None,
         report_after_seconds: float = DEFAULT_REPORT_AFTER_SECONDS,
+        stop_grace_seconds: float | None = None,
         sanitize: Sanitize = "start",
         log_dir: str | os.PathLike[str] | None = None,
         prefix_output: bool = False,

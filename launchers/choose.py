@@ -7,15 +7,13 @@ arguments, by `pickle` or `cloudpickle`, and changes that the program has made t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from fabric.launchers.external import External, inline
 from fabric.launchers.fork import NO_NEXT_LINE, Fork
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.process.program import this_program
+from fabric.launchers.process.program import imported_script, this_program
 from fabric.launchers.processes import Processes, forkserver
 from fabric.launchers.rank.fork_safety import fork_is_safe
 from fabric.launchers.registry import launcher_row
@@ -37,7 +35,13 @@ def choose_launcher(
     how often `elastic` starts all ranks again.
     Raises: ValueError: no launcher has this name, or it does not work here.
     """
-    _refuse_import()
+    file = imported_script()
+    if file is not None:
+        raise RuntimeError(
+            f"{file} launches while another process imports it: a rank, or a worker of a `DataLoader`, which needs the "
+            "functions in it, and reached `launch` instead. Put what runs the script under `if __name__ == "
+            "'__main__':`."
+        )
     if world is not None:
         return External(world)
     row = None if word == "auto" else launcher_row(word)
@@ -51,19 +55,6 @@ def choose_launcher(
     if unsafe is None:
         return Fork(topology)
     return _without_fork(word, topology, function, unsafe)
-
-
-def _refuse_import() -> None:
-    """Raise RuntimeError where the program is only being imported, by ours or by `multiprocessing` as `__mp_main__`."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
-            raise RuntimeError(
-                f"{frame.f_code.co_filename} launches while another process imports it: a rank, or a worker of a "
-                "`DataLoader`, which needs the functions in it, and reached `launch` instead. Put what runs the script "
-                "under `if __name__ == '__main__':`."
-            )
-        frame = frame.f_back
 
 
 def _elastic(topology: Topology, function: Callable[..., Any] | None, max_restarts: int) -> Launcher:

@@ -54,6 +54,8 @@ class Topology:
     """The folder with a file for the output of each rank; None: no files."""
     prefix_output: bool = False
     """Whether each line that a rank writes is shown with its rank."""
+    stop_grace_seconds: float | None = None
+    """How long ranks may go on after a signal that ends the job; None: 30 s, and as long as a save takes."""
 
     @property
     def redirects_output(self) -> bool:

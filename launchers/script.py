@@ -16,7 +16,7 @@ from typing import Any, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.process.os_process import exit_fd
-from fabric.launchers.process.program import Program, this_program
+from fabric.launchers.process.program import STARTED_IN, Program, this_program
 from fabric.launchers.rank import task as tasks
 from fabric.launchers.rank.task import CallFunction, RunScript
 from fabric.launchers.registry import launcher_row
@@ -73,6 +73,7 @@ def start_interpreter(program: Program, world: World, task: CallFunction | RunSc
             [sys.executable, *program.flags, BOOT, str(file.fileno()), str(writer), str(os.getpid())],
             pass_fds=(file.fileno(), writer),
             env=tasks.environ_of(world),
+            cwd=STARTED_IN,
         )
     os.close(writer)
     return Child(rank=world.rank, pid=process.pid, exit_fd=exit_fd(process.pid), reap=process.wait, report_fd=reader)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fabric.checkpoints.loader_positions import LoaderStates
 from fabric.checkpoints.run_state import RunState, has_objects, is_run
 from fabric.checks.check import Moments
+from fabric.launchers.rank.rank import saving as saving_rank
 from fabric.loop.setup import SetUp
 from fabric.output.progress.checkpoint import checkpoint_progress
 from fabric.strategies.checkpoint import foreign, loading, saving
@@ -43,7 +44,7 @@ class Checkpoints:
         self._set_up, self._moments, self._access = set_up, moments, set_up.state_access
         self._left_out: set[str] = set()
         """What was reported to be left out of checkpoints: names of loaders without a state, and messages."""
-        self._background = BackgroundSaves(runtime.collective)
+        self._background = BackgroundSaves(runtime.collective, saving_rank)
 
     def save(
         self,
@@ -56,12 +57,13 @@ class Checkpoints:
     ) -> PendingSave:
         """See `Fabric.save`; `keep`: its `filter`."""
         self.wait()
-        content = self.content(state, keep, gathered=False)
         storage = storage_of(path)
-        if not blocking:
-            return self._background.start(storage, content, after_commit)
-        with self._progress(f"save {storage.path}") as advance:
-            saving.save(self._collective, storage, content, after_commit, advance, self._background.off_device)
+        with saving_rank():
+            content = self.content(state, keep, gathered=False)
+            if not blocking:
+                return self._background.start(storage, content, after_commit)
+            with self._progress(f"save {storage.path}") as advance:
+                saving.save(self._collective, storage, content, after_commit, advance, self._background.off_device)
         return PendingSave(storage.path)
 
     def wait(self) -> None:

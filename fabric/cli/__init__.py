@@ -94,6 +94,12 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     ):
         command.add_argument(f"--{option}", metavar=metavar, help=help_text)
     command.add_argument(
+        "--stop-grace-seconds",
+        "--stop-grace",
+        metavar="S",
+        help="how long a rank may go on after SIGTERM; 30 s by default, and as long as a save takes",
+    )
+    command.add_argument(
         "--prefix-output", action="store_const", const=True, help="show the rank before each line that it prints"
     )
     command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in `python -m`")

@@ -61,6 +61,17 @@ def output_against_a_foreign_world(request: Request, machine: Machine) -> str | 
     )
 
 
+def grace_against_a_foreign_world(request: Request, machine: Machine) -> str | None:
+    """The time that ranks of another launcher have after SIGTERM."""
+    if machine.world is None or machine.world.launcher in OURS or request.stop_grace_seconds is None:
+        return None
+    return (
+        f"`stop_grace_seconds={request.stop_grace_seconds:g}` is for ranks that fabric starts, but "
+        f"{describe_world(machine)}, which ends them. Leave it out, and use that launcher's own time: of SLURM, "
+        "`KillWait` in slurm.conf, or an earlier signal by `#SBATCH --signal=USR1@600`."
+    )
+
+
 def place_of_a_node(request: Request, machine: Machine) -> str | None:
     """Node rank and address of node 0: where they are not needed, or missing."""
     place = {
@@ -118,6 +129,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     launcher_against_the_world,
     nodes_against_the_world,
     output_against_a_foreign_world,
+    grace_against_a_foreign_world,
     restarts_that_no_launcher_makes,
     place_of_a_node,
     launcher_against_the_program,

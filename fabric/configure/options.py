@@ -118,6 +118,7 @@ OPTIONS: Mapping[str, Read] = {
     "max_restarts": _from_0,
     "timeout_seconds": read_seconds,
     "report_after_seconds": read_seconds,
+    "stop_grace_seconds": read_seconds,
     "sanitize": read_sanitize,
     "log_dir": lambda value, written: os.path.abspath(value),
     "prefix_output": one_of(True, False),

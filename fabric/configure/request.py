@@ -46,6 +46,8 @@ class Request:
     timeout_seconds: float | None = None
     """None: the strategy's own."""
     report_after_seconds: float = DEFAULT_REPORT_AFTER_SECONDS
+    stop_grace_seconds: float | None = None
+    """None: 30 s, and as long as a save takes."""
     sanitize: Literal["start", "always", False] | int = "start"
     """Which steps the ranks compare."""
     log_dir: str | None = None
@@ -161,7 +163,7 @@ def _or_none(name: str) -> Read:
 
 _READ: Mapping[str, Read] = {
     **OPTIONS,
-    **{name: _or_none(name) for name in ("timeout_seconds", "log_dir")},
+    **{name: _or_none(name) for name in ("timeout_seconds", "stop_grace_seconds", "log_dir")},
     "accelerator": _word_or(Accelerator),
     "strategy": _word_or(Strategy),
     "precision": lambda value, written: Precision.parse(value),

@@ -189,6 +189,7 @@ def _topology(request: Request, machine: Machine, num_processes: int) -> Topolog
         main_port=request.main_port or 0,
         log_dir=request.log_dir,
         prefix_output=request.prefix_output,
+        stop_grace_seconds=request.stop_grace_seconds,
     )
 
 

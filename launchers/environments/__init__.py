@@ -6,6 +6,7 @@ inside a SLURM job, and the ranks of all have the plain variables that `local` r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from fabric.launchers.environments.environment import Environment as Environment
@@ -14,7 +15,7 @@ from fabric.launchers.environments.kubeflow import KubeflowEnvironment
 from fabric.launchers.environments.local import LocalEnvironment
 from fabric.launchers.environments.lsf import LSFEnvironment
 from fabric.launchers.environments.mpi import MPIEnvironment
-from fabric.launchers.environments.ours import OursEnvironment
+from fabric.launchers.environments.ours import OWNER, OursEnvironment
 from fabric.launchers.environments.slurm import SlurmEnvironment
 from fabric.launchers.environments.torchelastic import TorchElasticEnvironment
 from fabric.launchers.environments.xla import XLAEnvironment
@@ -33,11 +34,15 @@ ENVIRONMENTS: tuple[Environment, ...] = (
 )
 
 
-def detect_world(environ: Mapping[str, str]) -> World | None:
+def detect_world(environ: Mapping[str, str], *, inherited: bool = False) -> World | None:
     """The world in the variables of a launcher; None if this process is no rank.
 
+    `inherited`: whether a child of a rank that fabric started counts as that rank.
     Raises: ValueError: the variables are incomplete, or contradict each other.
     """
+    own_pid = str(os.getpid())
+    if not inherited and environ.get(OWNER, own_pid) != own_pid:
+        return None
     for environment in ENVIRONMENTS:
         if environment.detect(environ):
             return environment.world(environ)

@@ -13,6 +13,9 @@ from fabric.launchers.world import Rendezvous, World
 MARK = "FABRIC_LAUNCHER"
 """The name of fabric's launcher, set in its ranks only."""
 
+OWNER = "FABRIC_RANK_PID"
+"""The process id of the rank: its children inherit its variables, and are not ranks."""
+
 
 @final
 class OursEnvironment(Environment):

@@ -9,11 +9,16 @@ import runpy
 import sys
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal["script", "module", "command", "stdin", "interactive", "notebook"]
 """`python FILE`, `python -m NAME`, `python -c`, standard input, a prompt (`python -i` too), a notebook's kernel."""
+try:
+    STARTED_IN = os.getcwd()
+except FileNotFoundError:  # it was deleted
+    STARTED_IN = os.sep
+"""The working directory when this package was imported: paths of the command line are relative to it."""
 _WITH_VALUE = re.compile(r"-([^-cmWX]*)([cmWX])(.*)", re.DOTALL)
 """An option with a value, after others without one: `-um package`, `-Wignore`."""
 
@@ -28,6 +33,8 @@ class Program:
     target: str
     """The script's path, or the module's name."""
     arguments: tuple[str, ...]
+    file: str = ""
+    """The script's absolute path; empty if there is none."""
 
     @property
     def can_run_again(self) -> bool:
@@ -57,7 +64,22 @@ def this_program() -> Program:
     if is_interactive():
         kind: Kind = "notebook" if {"ipykernel", "IPython"} <= set(sys.modules) else "interactive"
         return Program(flags=(), kind=kind, target="", arguments=())
-    return parse(sys.orig_argv)
+    file = imported_script()
+    if file is not None:
+        return Program(flags=(), kind="script", target=file, file=file, arguments=())
+    program = parse(sys.orig_argv)
+    return replace(program, file=file_of_main() or "") if program.kind == "script" else program
+
+
+def imported_script() -> str | None:
+    """The script that this process is importing for the functions in it, as `multiprocessing` and our ranks do; None if
+    it does not."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
+            return frame.f_code.co_filename
+        frame = frame.f_back
+    return None
 
 
 def is_interactive() -> bool:
@@ -94,7 +116,7 @@ def run_again(program: Program) -> None:
     if program.kind == "module":
         runpy.run_module(program.target, run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(program.target, run_name="__main__")
+        runpy.run_path(program.file, run_name="__main__")
 
 
 def file_of_main() -> str | None:
@@ -102,7 +124,8 @@ def file_of_main() -> str | None:
     if is_interactive():
         return None
     path = getattr(sys.modules["__main__"], "__file__", None)
-    return os.path.abspath(path) if path is not None and os.path.exists(path) else None
+    file = os.path.join(STARTED_IN, path or "")  # absolute already, unless `fabric run` has started it
+    return file if path and os.path.exists(file) else None
 
 
 def import_main(path: str, module: str | None) -> None:

@@ -66,6 +66,15 @@ class Failure:
     """Whether the error only reports the loss of another rank."""
     exit_code: int | None = None
     signal: int | None = None
+    host: str = ""
+    """The rank's machine, if it is another one than this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """A save has begun in this rank, or has ended."""
+
+    is_over: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,14 +11,14 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
-from fabric.launchers.environments.ours import variables_of
+from fabric.launchers.environments.ours import OWNER, variables_of
 from fabric.launchers.process.interpreter import close_files, join_threads, run_exit_functions
 from fabric.launchers.process.os_process import die_with_parent, num_cores
-from fabric.launchers.process.reports import Reporter
+from fabric.launchers.process.reports import Reporter, Saving
 from fabric.launchers.rank.network import interface_for
 from fabric.launchers.world import World
 
@@ -34,6 +34,19 @@ def own_supervisor() -> Reporter | None:
     return _supervisors[-1] if _supervisors and _supervisors[-1].is_own else None
 
 
+@contextlib.contextmanager
+def saving() -> Iterator[None]:
+    """Context in which this rank saves: a job that gets SIGTERM lets it finish."""
+    supervisor = own_supervisor()
+    if supervisor is not None:
+        supervisor.send(Saving(is_over=False))
+    try:
+        yield
+    finally:
+        if supervisor is not None:
+            supervisor.send(Saving(is_over=True))
+
+
 def take_awaited() -> Reporter | None:
     """The supervisor that waits for the result of this process's first `launch(function)`; None from the second on.
 
@@ -47,7 +60,7 @@ def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: b
     with contextlib.suppress(PermissionError):  # it is a session leader already
         os.setsid()
     die_with_parent(parent)
-    os.environ.update(rank_environ(world, dict(os.environ)))
+    os.environ.update({**rank_environ(world, dict(os.environ)), OWNER: str(os.getpid())})
     _share_cores(os.environ["OMP_NUM_THREADS"])
     _write_whole_lines()
     reporter = Reporter(world.rank, report_fd)

@@ -33,6 +33,8 @@ class CallFunction:
     """Call a function, report its result, and end; in surroundings like those of the launching process."""
 
     environ: Mapping[str, str]
+    started_in: str
+    """The directory in which the program is imported."""
     folder: str
     argv: list[str]
     random_states: Mapping[str, Any]
@@ -79,6 +81,7 @@ def call_function(worker: Callable[..., Any], args: tuple[Any, ...], *, everyone
     spec = sys.modules["__main__"].__spec__
     return CallFunction(
         environ=dict(os.environ),
+        started_in=main_module.STARTED_IN,
         folder=os.getcwd(),
         argv=list(sys.argv),
         random_states={
@@ -109,7 +112,7 @@ def run_task(file: IO[bytes], report_fd: int, parent: int) -> NoReturn:
         run_to_the_end(reporter, lambda: main_module.run_again(task.program))
     os.environ.clear()
     os.environ.update(task.environ)
-    os.chdir(task.folder)
+    os.chdir(task.started_in)
     sys.argv[:] = task.argv
     reporter = become_rank(world, report_fd, parent)
     run_and_end(reporter, task.everyone, _call, world, task)
@@ -118,6 +121,7 @@ def run_task(file: IO[bytes], report_fd: int, parent: int) -> NoReturn:
 def _call(world: World, task: CallFunction) -> Any:
     if task.main_file is not None:
         main_module.import_main(task.main_file, task.main_module)
+    os.chdir(task.folder)
     worker, args = pickle.loads(task.call)
     for name, state in task.random_states.items():  # an import may have drawn random numbers
         getattr(import_module(name), RANDOM[name][1])(state)

@@ -54,6 +54,7 @@ def join(world: World, timeout_seconds: float, report: Callable[[str], None]) ->
     at, patience = world.rendezvous, Patience(world, timeout_seconds, report)
     # Rank 0 may serve on a port that is derived from the job's number, where it may meet a rank of another job.
     store = PrefixStore("fabric" if at.hosted else f"fabric/{at.attempt}", _connect(world, at, patience))
+    _compare_worlds(store, world)
     meeting = PrefixStore(call_roll(store, world, patience), store)
     meeting.set_timeout(timedelta(seconds=timeout_seconds))
     return meeting
@@ -106,6 +107,23 @@ def _await_server(world: World, at: Rendezvous, patience: Patience) -> None:
         ". Check that rank 0 was started, and that MASTER_ADDR and MASTER_PORT name its machine.",
         speaks=world.local_rank == 0,
     )
+
+
+def _compare_worlds(store: Store, world: World) -> None:
+    """Raise ValueError where the first rank that came here has another world.
+
+    torchrun has compared already, and its store outlives worlds of other sizes.
+    """
+    if world.launcher == "torchelastic":
+        return
+    sizes = f"`num_nodes={world.num_nodes}`, {world.size} ranks in all"
+    own = f"{sizes}; {world.local_size} of them on node {world.node_rank}"
+    first = store.compare_set("world", "", own).decode()
+    if first.partition(";")[0] != sizes:
+        raise ValueError(
+            f"The nodes disagree. This one was started with {own}. Another one with {first}. Start all with the same "
+            "`num_nodes`, and each with as many `devices` as the others."
+        )
 
 
 def call_roll(store: Store, world: World, patience: Patience) -> str:

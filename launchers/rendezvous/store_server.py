@@ -23,6 +23,9 @@ CONNECT_SECONDS = 2.0
 """How long to wait for the machine of node 0 before it is taken for lost."""
 EXIT_BARRIER_SECONDS = 300
 """How long node 0 serves the store for nodes that have not ended yet. torchrun's exit barrier is as long."""
+FAILED_SECONDS = 5
+"""The same after a failure, of which the other nodes learn within a second."""
+FIRST_FAILURE = "fabric/first_failure"
 
 
 class MeetingPoint:
@@ -53,7 +56,7 @@ class MeetingPoint:
         self._store = None  # its destructor ends the thread
 
     def close(self, *, failed: bool) -> None:
-        """Stop serving; with several nodes, once all have ended or one has failed."""
+        """Stop serving; with several nodes, once all have ended."""
         if self._topology.num_nodes > 1:
             self._await_nodes(failed)
         self.abandon()
@@ -82,20 +85,48 @@ class MeetingPoint:
                 "Pass another `main_port`, the same on every node."
             ) from error
 
-    def _await_nodes(self, failed: bool) -> None:
-        """Report to node 0 that this node has ended; on node 0, wait for the others, so that none loses the store."""
+    def first_failure(self, own: str = "", wait_seconds: float = 0.0) -> str:
+        """What a node has told of the rank that failed first; if none has, tell `own`. Without that, wait for others.
+
+        Empty: none has told anything.
+        """
+        from torch.distributed import DistError
+
+        store = self._connected()
+        try:
+            if store is None or not (own or wait_seconds or store.check([FIRST_FAILURE])):
+                return ""
+            if not own:
+                store.wait([FIRST_FAILURE], timedelta(seconds=wait_seconds or CONNECT_SECONDS))
+            return store.compare_set(FIRST_FAILURE, "", own).decode()
+        except DistError:
+            return ""
+
+    def _connected(self) -> TCPStore | None:
+        """The store, as seen from this node; None if node 0 does not serve it."""
         from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-        topology = self._topology
+        at = self._topology.main_address, self.port
+        if self._store is None:
+            try:
+                socket.create_connection(at, CONNECT_SECONDS).close()  # torch retries for seconds, and prints stacks
+                self._store = TCPStore(*at, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+            except (DistError, OSError):
+                return None
+        return self._store
+
+    def _await_nodes(self, failed: bool) -> None:
+        """Report that this node has ended; on node 0, wait for the others, so that none loses the store."""
+        from torch.distributed import DistError
+
+        store = self._connected()
         try:
-            if self._store is None:  # torch retries for seconds, and prints C++ stacks
-                socket.create_connection((topology.main_address, self.port), CONNECT_SECONDS).close()
-            store = self._store or TCPStore(
-                topology.main_address, self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
-            )
-            if store.add("fabric/nodes_ended", 1) == topology.num_nodes or failed:
+            if store is None:
+                return
+            if store.add("fabric/nodes_ended", 1) == self._topology.num_nodes:
                 store.set("fabric/all_ended", "")
-            if topology.node_rank == 0 and not failed:
-                store.wait(["fabric/all_ended"], timedelta(seconds=EXIT_BARRIER_SECONDS))
-        except (DistError, OSError):
+            if self._topology.node_rank == 0:
+                seconds = FAILED_SECONDS if failed else EXIT_BARRIER_SECONDS
+                store.wait(["fabric/all_ended"], timedelta(seconds=seconds))
+        except DistError:
             return  # node 0 has ended already, or a node never did: there is nothing to wait for

@@ -19,7 +19,8 @@ def results(supervisor: Supervisor) -> list[Any]:
     if number is not None:
         os.kill(os.getpid(), number)  # the handlers are back: Ctrl-C becomes a KeyboardInterrupt here
     if supervisor.failures:
-        raise worker_error(supervisor.failures, supervisor.topology.size, supervisor.departures)
+        size, num_nodes = supervisor.topology.size, supervisor.topology.num_nodes
+        raise worker_error(supervisor.failures, size, supervisor.departures, num_nodes=num_nodes)
     return [pickle.loads(pickled) for _, pickled in sorted(supervisor.results.items())]
 
 
@@ -31,7 +32,8 @@ def leave(supervisor: Supervisor) -> NoReturn:
     if not supervisor.failures:
         raise SystemExit(0)
     root = first(supervisor.failures, supervisor.departures)
-    report = describe(supervisor.failures, supervisor.topology.size, supervisor.departures)
+    size, num_nodes = supervisor.topology.size, supervisor.topology.num_nodes
+    report = describe(supervisor.failures, size, supervisor.departures, num_nodes=num_nodes)
     above = "\n" if sys.stderr.isatty() else ""  # the line of a progress bar
     print(f"{above}{report}", file=sys.stderr, flush=True)
     raise SystemExit(128 + root.signal if root.signal is not None else root.exit_code or 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import signal
+import socket
 from collections.abc import Sequence
 
 from fabric.launchers.launcher import WorkerError
@@ -62,7 +64,18 @@ def departed_recently(failures: Sequence[Failure], left: Sequence[Failure]) -> l
     return [departed for departed in left if departed.at_ns > min(map(_at, failures)) - RECENT_NS]
 
 
-def describe(failures: Sequence[Failure], size: int, left: Sequence[Failure] = ()) -> str:
+def to_other_nodes(root: Failure) -> str:
+    """The failure in words, for the supervisors of other nodes. No pickle: anyone may write to the store."""
+    told = {name: getattr(root, name) for name in ("rank", "summary", "traceback", "where", "exit_code", "signal")}
+    return json.dumps({**told, "host": socket.gethostname()})
+
+
+def of_another_node(words: str, at_ns: int) -> Failure:
+    """What `to_other_nodes` gave there. `at_ns`: on the clock of this node."""
+    return Failure(**json.loads(words), at_ns=at_ns)
+
+
+def describe(failures: Sequence[Failure], size: int, left: Sequence[Failure] = (), *, num_nodes: int = 1) -> str:
     """The message for the failures of one launch. `left`: ranks that ended without an error."""
     root = first(failures, left)
     lines = []
@@ -73,7 +86,10 @@ def describe(failures: Sequence[Failure], size: int, left: Sequence[Failure] = (
             where = f", at {other.where}" if other.where else ""
             lines.append(f"rank {other.rank} of {size}, {when}{where}: {_one_line(other.summary)}")
     summary = _one_line(root.summary) if root.traceback else root.summary
-    lines.append(f"rank {root.rank} of {size} failed first: {summary}")
+    what = f"failed first{root.host and f', on {root.host}'}"
+    if root.lost_peer and num_nodes > 1:
+        what = "noticed first, and no node tells which rank was lost"
+    lines.append(f"rank {root.rank} of {size} {what}: {summary}")
     if root.traceback:
         lines += ["", root.traceback]
     return "\n".join(lines)
@@ -83,7 +99,7 @@ def _at(failure: Failure) -> int:
     return failure.at_ns
 
 
-def worker_error(failures: Sequence[Failure], size: int, left: Sequence[Failure]) -> WorkerError:
+def worker_error(failures: Sequence[Failure], size: int, left: Sequence[Failure], *, num_nodes: int = 1) -> WorkerError:
     """The exception that `launch(function)` raises for the failures of one launch, with its cause."""
     root = first(failures, left)
     cause = None
@@ -93,7 +109,11 @@ def worker_error(failures: Sequence[Failure], size: int, left: Sequence[Failure]
         except Exception:  # it can be unpickled in the rank but not here: the message remains
             cause = None
     error = WorkerError(
-        describe(failures, size, left), rank=root.rank, exit_code=root.exit_code, signal=root.signal, cause=cause
+        describe(failures, size, left, num_nodes=num_nodes),
+        rank=root.rank,
+        exit_code=root.exit_code,
+        signal=root.signal,
+        cause=cause,
     )
     error.__cause__ = cause
     return error

@@ -21,7 +21,7 @@ from types import TracebackType
 
 from fabric.launchers.launcher import Topology
 from fabric.launchers.process.os_process import kill_group, signal_rank
-from fabric.launchers.process.reports import Failure, Leaving, Result, read_reports
+from fabric.launchers.process.reports import Failure, Leaving, Result, Saving, read_reports
 from fabric.launchers.rendezvous.store_server import MeetingPoint
 from fabric.launchers.supervision import failure
 from fabric.launchers.supervision.guardian import Guardian
@@ -38,7 +38,14 @@ CAUSE_SECONDS = 1.5
 TERMINATE_SECONDS = 1.0
 """How long ranks have after SIGTERM, if another rank failed."""
 GRACE_SECONDS = 30.0
-"""How long ranks have after a signal to this process that ends the job: they may be saving."""
+"""How long ranks have after a signal to this process that ends the job, unless `stop_grace_seconds` says otherwise. A
+save that is in progress then is waited for."""
+AFTER_SAVE_SECONDS = 5.0
+"""How long a rank has after that save, to end its loop or to begin the next save."""
+ASK_NODES_SECONDS = 1.0
+"""How often each of several nodes looks whether a rank of another one has failed: one request to the store."""
+AFTER_DEATH_SECONDS = 10.0
+"""How long the others have if a rank dies after such a signal: what they do with it never ends."""
 HANGS_SECONDS = 5.0
 """A job that is ended prints the table of waiting ranks if a collective has waited for that long."""
 TABLE_SECONDS = 4.0
@@ -63,6 +70,8 @@ class Child:
     of this process."""
     received: bytearray = field(default_factory=bytearray)
     """What was read of its reports, and is not complete yet."""
+    num_saves: int = 0
+    """How many saves are in progress."""
     leaving: Leaving | None = None
     """Sent by a rank whose program has finished."""
     watcher: Place | None = None
@@ -83,6 +92,8 @@ class Supervisor:
         self._deadlines: list[tuple[float, Callable[[], None]]] = []
         self._stopping = False
         """Set once ranks were signalled to end: what happens to them from then on is no failure of theirs."""
+        self._last_save = float("-inf")
+        """When a rank last began or ended a save."""
         self._abandoned = False
         self._num_handled = 0
         """How many of the received signals have been handled."""
@@ -145,8 +156,12 @@ class Supervisor:
         """Return once every rank has ended, and the results, failures and ended ranks are known."""
         self._point.open()
         self._handle_signals()
+        if self.topology.num_nodes > 1:
+            self._after(ASK_NODES_SECONDS, self._ask_nodes)
         while self._running:
             self._poll()
+        if self.topology.num_nodes > 1 and self.failures:
+            self._agree_on_the_first()
 
     def _ignore(self, fd: int) -> None:
         """Watch a descriptor no longer. A second call does nothing."""
@@ -185,6 +200,9 @@ class Supervisor:
             match report:
                 case Result():
                     self.results[child.rank] = report.pickled
+                case Saving():
+                    child.num_saves += -1 if report.is_over else 1
+                    self._last_save = time.monotonic()
                 case Leaving():
                     child.leaving = report
                 case Place():
@@ -214,7 +232,8 @@ class Supervisor:
         self._output.end(child.rank)
         del self._running[child.rank]
         if code < 0 and self.signals.received and -code not in self.signals.received:
-            self._point.end_waits()  # the others are saving, perhaps with this rank: they have the time of the signal
+            self._point.end_waits()  # the others are saving, perhaps with this rank
+            self._after(AFTER_DEATH_SECONDS, self._kill)
         without_result = self.expects_results and child.rank not in self.results
         if code == 0 and not without_result:
             self.departures.append(self._departure(child, at_ns, "left with exit code 0"))
@@ -236,6 +255,8 @@ class Supervisor:
             return
         self.failures.append(report)
         self._output.note(report.rank, report.traceback or report.summary)
+        if self.topology.num_nodes > 1 and not report.lost_peer and not report.host:
+            self._point.first_failure(failure.to_other_nodes(report))  # before other nodes lose the rank, or soon after
         if not self._stopping:
             is_lost = all(known.lost_peer for known in self.failures)
             lacks_cause = is_lost and not failure.departed_recently(self.failures, self.departures)
@@ -252,6 +273,23 @@ class Supervisor:
             elif child.rank not in failed:  # a failed rank is ending already, and may be writing its files
                 signal_rank(child.pid, signal.SIGTERM)
         self._after(TERMINATE_SECONDS, self._kill)
+
+    def _ask_nodes(self) -> None:
+        """End the ranks of this node if a rank of another one has failed; otherwise look again later."""
+        words = "" if self._stopping else self._point.first_failure()
+        if words:
+            self._fail(failure.of_another_node(words, time.monotonic_ns()))
+        elif not self._stopping:
+            self._after(ASK_NODES_SECONDS, self._ask_nodes)
+
+    def _agree_on_the_first(self) -> None:
+        """Tell the other nodes which rank failed first, or learn it. One that only lost a peer is never the cause."""
+        root = failure.first(self.failures, self.departures)
+        if not root.host:
+            own = "" if root.lost_peer else failure.to_other_nodes(root)
+            words = self._point.first_failure(own, CAUSE_SECONDS)
+            if words not in ("", own):
+                self.failures.insert(0, failure.of_another_node(words, root.at_ns))
 
     def _kill(self) -> None:
         self._stopping = True
@@ -273,13 +311,24 @@ class Supervisor:
             if number in ENDING:
                 self._stopping = True
                 self._after(PATIENCE_SECONDS, partial(self._say_we_wait, number))
-                self._after(GRACE_SECONDS, self._kill)
+                grace = self.topology.stop_grace_seconds
+                self._after(GRACE_SECONDS if grace is None else grace, self._end_grace)
+
+    def _end_grace(self) -> None:
+        """Kill the ranks that are left; by default only once none is in a save, which all can complete."""
+        is_saving = any(child.num_saves for child in self._running.values())
+        is_saving = is_saving or time.monotonic() < self._last_save + AFTER_SAVE_SECONDS
+        if self.topology.stop_grace_seconds is None and is_saving and not self.failures:
+            self._after(AFTER_SAVE_SECONDS, self._end_grace)
+        else:
+            self._kill()
 
     def _say_we_wait(self, number: int) -> None:
-        ranks = ", ".join(str(rank) for rank in sorted(self._running))
+        grace = self.topology.stop_grace_seconds
+        seconds = f"{GRACE_SECONDS:g} s to end, and longer for a save" if grace is None else f"{grace:g} s to end"
         _say(
-            f"Got {signal.Signals(number).name}: rank {ranks} may take up to {GRACE_SECONDS:g} s to end. "
-            "Send it again to end them now."
+            f"Got {signal.Signals(number).name}: rank {', '.join(map(str, sorted(self._running)))} may take up to "
+            f"{seconds}. Send it again to end them now."
         )
 
     def _say_who_waits(self) -> None:

@@ -20,6 +20,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, final
 
@@ -91,10 +92,12 @@ class PendingSave:
 
 @final
 class BackgroundSaves:
-    """The saves of one fabric that are written in the background, one at a time."""
+    """The saves of one fabric that are written in the background, one at a time; each within `around()`."""
 
-    def __init__(self, collective: Collective) -> None:
-        self._collective = collective
+    def __init__(
+        self, collective: Collective, around: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        self._collective, self._around = collective, around
         self._staging = Staging()
         self._pending: PendingSave | None = None
 
@@ -109,9 +112,14 @@ class BackgroundSaves:
         staged: list[Plan] = []
         problem = attempt(lambda: staged.append(self._staging.copy(plan(state, collective.rank, token))))
         refuse_together(collective, storage, problem, token)
-        self._pending = PendingSave(
-            storage.path, lambda: _save(storage, staged.pop(), store, collective.size, after_commit)
-        )
+        around = ExitStack()
+        around.enter_context(self._around())
+
+        def save() -> Exception | None:
+            with around:
+                return _save(storage, staged.pop(), store, collective.size, after_commit)
+
+        self._pending = PendingSave(storage.path, save)
         self._pending.start()
         return self._pending
 

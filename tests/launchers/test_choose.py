@@ -227,3 +227,162 @@ def test_a_second_function_by_script_is_refused_and_by_forkserver_runs(tmp_path:
         (tmp_path / "program.py").write_text(lines(twice, word=word))
         done = run([tmp_path / "program.py"])
         assert done.stdout == "result 42\n" * 2, done.stderr
+
+
+WORKERS = """
+import os, sys
+import torch
+from torch.utils.data import DataLoader
+from fabric import Fabric
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return float(index)
+
+fabric = Fabric(accelerator="cpu", strategy="ddp", devices=int(sys.argv[2]), launcher=sys.argv[1])
+fabric.launch()
+loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
+for batch in fabric.setup_dataloaders(loader):
+    os.write(1, b"batch\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "size"), [("fork", 2), ("script", 2), ("auto", 1)])
+def test_a_spawned_worker_of_a_script_without_a_main_guard_says_what_to_write(
+    tmp_path: Path, launcher: str, size: int
+) -> None:
+    """It imports the script, and would launch: as a second rank 0, where its parent is one."""
+    (tmp_path / "program.py").write_text(WORKERS)
+    done = run([tmp_path / "program.py", launcher, str(size)], fresh=True)
+    assert done.returncode == 1
+    assert "batch" not in done.stdout
+    assert "program.py launches while another process imports it: a rank, or a worker of a `DataLoader`" in done.stderr
+
+
+GUARDED = """
+import os, sys
+from torch.utils.data import DataLoader
+from fabric import Fabric
+
+fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher=sys.argv[1])  # a worker makes one, too
+
+if __name__ == "__main__":
+    fabric.launch()
+    loader = DataLoader(list(range(4)), num_workers=1, multiprocessing_context="spawn")
+    for batch in fabric.setup_dataloaders(loader):
+        os.write(1, b"batch\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["fork", "script"])
+def test_a_fabric_that_a_spawned_worker_only_makes_is_no_error(tmp_path: Path, launcher: str) -> None:
+    (tmp_path / "program.py").write_text(GUARDED)
+    done = run([tmp_path / "program.py", launcher], fresh=True)
+    assert (done.returncode, done.stdout) == (0, "batch\n" * 4), done.stderr
+
+
+CHILD = """
+import os, sys
+from fabric import Fabric
+
+fabric = Fabric(accelerator="cpu", devices=int(sys.argv[1]), strategy=sys.argv[2])
+fabric.launch()
+os.write(1, f"child {fabric.global_rank} of {fabric.world_size} {fabric.all_reduce(1.0, reduce_op='sum')}\\n".encode())
+"""
+PARENT = """
+import multiprocessing, subprocess, sys
+from fabric import Fabric
+from fabric.launchers import detect_world
+import os
+
+launcher, child, size, strategy, way = sys.argv[1:]
+
+def look(found):
+    found.put(detect_world(os.environ) is None)
+
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="cpu", devices=2, launcher=launcher)
+    fabric.launch()
+    if way == "program":
+        subprocess.run([sys.executable, child, size, strategy], check=True)
+    else:
+        context = multiprocessing.get_context(way)
+        found = context.Queue()
+        process = context.Process(target=look, args=(found,))
+        process.start()
+        assert found.get(timeout=60)
+        process.join()
+    assert detect_world(os.environ).size == 2
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "size", "strategy", "way"),
+    [
+        ("fork", 1, "auto", "program"),
+        ("script", 2, "ddp", "program"),
+        ("fork", 0, "", "spawn"),
+        ("script", 0, "", "fork"),
+    ],
+)
+def test_a_child_process_of_a_rank_is_no_rank(
+    tmp_path: Path, launcher: str, size: int, strategy: str, way: str
+) -> None:
+    (tmp_path / "program.py").write_text(PARENT)
+    (tmp_path / "child.py").write_text(CHILD)
+    done = run([tmp_path / "program.py", launcher, tmp_path / "child.py", str(size), strategy, way], fresh=True)
+    assert done.returncode == 0, done.stderr
+    words = [f"child {rank} of {size} {float(size)}" for rank in range(size)] * 2
+    assert sorted(done.stdout.splitlines()) == sorted(words if way == "program" else [])
+
+
+MOVED = """
+import os, sys
+if sys.argv[1] == "before":
+    os.chdir(sys.argv[2])
+from fabric import Fabric
+begun = os.getcwd()
+if sys.argv[1] == "after":
+    os.chdir(sys.argv[2])
+
+def work(fabric):
+    return fabric.world_size
+
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="cpu", devices=2, launcher=sys.argv[3])
+    if sys.argv[3] == "script":
+        fabric.launch()
+        os.write(1, f"{fabric.global_rank} {os.getcwd()} {os.path.isabs(__file__)}\\n".encode())
+    else:
+        os.write(1, f"{fabric.launch(work)} ranks\\n".encode())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("way", ["file", "module", "fabric run"])
+def test_a_program_that_has_changed_its_directory_is_found_by_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, way: str
+) -> None:
+    """Relative to where it was started, as are its arguments: ranks run it from its start."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "pack" / "train.py").write_text(MOVED)
+    start = {
+        "file": ["pack/train.py"],
+        "module": ["-m", "pack.train"],
+        "fabric run": ["-m", "fabric", "run", "pack/train.py"],
+    }
+    elsewhere = str(tmp_path / "elsewhere") if when == "before" else "elsewhere"
+    done = run([*start[way], when, elsewhere, "script"], fresh=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {tmp_path}/elsewhere True" for rank in range(2)]
+    done = run([*start[way], when, elsewhere, "spawn"], fresh=True)
+    assert done.stdout == "2 ranks\n", done.stderr

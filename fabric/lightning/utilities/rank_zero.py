@@ -24,8 +24,8 @@ class _RankZeroOnly:
 
     @property
     def rank(self) -> int:
-        """The rank of this process, from the environment; 0 outside of a launched job."""
-        world = detect_world(os.environ)
+        """The rank of this process, or of its parent's, from the environment; 0 outside of a launched job."""
+        world = detect_world(os.environ, inherited=True)
         return 0 if world is None else world.rank
 
     def __call__(self, function: F, default: Any = None) -> F:

@@ -287,6 +287,7 @@ REFUSED = [
         error="`log_dir='/tmp/logs'` is for ranks that fabric starts, but torchelastic started 2",
     ),
     Row({"prefix_output": True}, started_by("slurm", 2), error="`prefix_output=True` is for ranks that fabric starts"),
+    Row({"stop_grace_seconds": 300}, started_by("slurm", 2), error="`stop_grace_seconds=300` is for ranks that fabric"),
     Row(
         {"node_rank": 0},
         started_by("slurm", 2),
