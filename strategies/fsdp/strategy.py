@@ -42,6 +42,8 @@ from fabric.strategies.sharding.layout import refuse_cut
 from fabric.strategies.sharding.mesh import check_degrees
 from fabric.strategies.sharding.sharded_state import ShardedState
 from fabric.strategies.target import Target
+from fabric.strategies.tensors.parameters import name_some
+from fabric.strategies.tensors.wrapped import frozen_wrapped, move
 
 
 @final
@@ -128,6 +130,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         _refuse_scalars(inner)
         if self.auto_wrap_policy is None and runtime.world.size > 1 and (advice := whole_at_once(inner)) is not None:
             runtime.report(advice)
+        if runtime.world.size > 1 and (whole := frozen_wrapped(inner)):
+            runtime.report(_WHOLE.format(model=type(inner).__name__, count=len(whole), names=name_some(list(whole))))
         unfilled, hooks = Unfilled(inner), list[RemovableHandle]()
         with rebinding(inner, optimizers):
             cast_module(runtime.precision, inner)
@@ -170,7 +174,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
         tensors = _own_tensors(_own_parts(unit, units))
         for tensor in tensors:
-            tensor.data = tensor.data.to(runtime.device)
+            move(tensor, runtime.device)
         if runtime.world.size > 1:
             broadcast_from_rank_zero(runtime.collective, tensors)
         mixed = runtime.precision.is_mixed and not isinstance(unit, _BatchNorm)
@@ -185,9 +189,14 @@ class FSDPStrategy(ProcessGroupStrategy):
                 cast_forward_inputs=False,
             ),
             offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+            ignored_params=set(frozen_wrapped(unit).values()),
         )
 
 
+_WHOLE = (
+    "{count} frozen parameters of `{model}` ({names}) are of classes of their own, such as quantised weights, which "
+    "`fully_shard` cannot shard: they stay whole on each rank."
+)
 _LEAVE_OUT = (
     "Leave `fully_shard` out, and write `FSDPStrategy(auto_wrap_policy={{{name}}})`; or call it in "
     "`ModelParallelStrategy(parallelize_fn=function, shard='auto')`."

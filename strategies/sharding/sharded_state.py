@@ -16,6 +16,7 @@ from fabric.strategies.checkpoint.stored import Stored, in_memory, is_extra_stat
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
 from fabric.strategies.tensors.chunk import whole as whole_chunk
 from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part, shard_like, whole
+from fabric.strategies.tensors.wrapped import plain_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,7 +57,7 @@ class ShardedState(StateAccess):
         self.keeps = rank == 0
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
-        state = module.state_dict()
+        state = plain_state(module)
         for name, value in state.items():
             state[name] = self._gathered(value)
         return state if self.keeps else {}
@@ -77,7 +78,7 @@ class ShardedState(StateAccess):
         self.write_module(module, content, strict=strict)
 
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        state = module.state_dict(keep_vars=True)  # `detach` of a DTensor costs ten times as much as `to_local`
+        state = plain_state(module, keep_vars=True)  # `detach` of a DTensor costs ten times as much as `to_local`
         holders = cache(_holders)
         for name, value in state.items():
             state[name] = tensor_shards(value.detach() if type(value) is nn.Parameter else value, holders)
