@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.saving import memory_of
 from fabric.strategies.tensors.nests import map_only_tensors, tensors_in
+from fabric.strategies.tensors.wrapped import plain_tensors
 
 _SMALL_BYTES = 2**20
 """Tensors up to this size are always copied."""
@@ -22,7 +23,8 @@ def snapshot(content: Any, owners: Iterable[nn.Module | Optimizer], local: Calla
     Tensors that a strategy gathered for this call are not copied again. `local`: returns this rank's part of a tensor.
     """
     held = (local(tensor) for owner in owners for tensor in _tensors_of(owner))
-    live = {_storage(tensor) for tensor in held if tensor.device.type == "cpu"}  # XLA's storages have no address
+    plain = (each for tensor in held for each in plain_tensors(tensor).values())
+    live = {_storage(tensor) for tensor in plain if tensor.device.type == "cpu"}  # XLA's storages have no address
     known: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def copied(tensor: Tensor) -> Tensor:

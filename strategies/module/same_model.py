@@ -14,7 +14,9 @@ from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.precision.forward_precision import cast, casts
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.tensors.packing import Spec
 from fabric.strategies.tensors.parameters import name_some
+from fabric.strategies.tensors.wrapped import is_wrapped, plain_tensors
 
 
 def refuse_different_models(
@@ -77,7 +79,10 @@ def _words(runtime: Runtime, tensor: Tensor) -> str:
     if casts(runtime.precision):
         dtype = cast(runtime.precision, torch.empty(0, dtype=dtype, device="meta")).dtype
     frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
-    return f"{str(dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}"
+    inner = (
+        f", of {', '.join(str(Spec.of(each)) for each in plain_tensors(tensor).values())}" if is_wrapped(tensor) else ""
+    )
+    return f"{str(dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}{inner}"
 
 
 _RENORMALIZED = (
