@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
-from fabric.loop.seed import derive_seed
 
 NUM_NOISE = 32
 
@@ -67,7 +66,6 @@ def main() -> None:
     )
     images = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1
     loader = fabric.setup_dataloaders(DataLoader(TensorDataset(images), args.batch_size, shuffle=True))
-    fabric.seed_everything(derive_seed(args.seed, fabric.global_rank))  # different noise on each rank from here on
 
     for _ in fabric.progress(range(args.epochs), "epochs"):
         for (real,) in loader:

@@ -33,14 +33,13 @@ from fabric.launchers.process.interpreter import close_files, run_exit_functions
 from fabric.launchers.world import World
 from fabric.loop.accumulation import Accumulation, Window
 from fabric.loop.backward import NO_MODEL, LossBackward
-from fabric.loop.moving_average import MovingAverage, check_decay
+from fabric.loop.moving_average import MovingAverage
 from fabric.loop.seed import seed_everything
 from fabric.loop.setup import SetUp
 from fabric.loop.stop import StopRequest
 from fabric.loop.weighting import Weighting, average_over_ranks
 from fabric.output.callbacks import call
-from fabric.output.console import print_rank_zero
-from fabric.output.loggers.logger import metric_writer, record_hyperparams
+from fabric.output.loggers.logger import metric_writer
 from fabric.output.progress.iteration import progress
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful
@@ -60,8 +59,10 @@ from fabric.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
     from fabric.checkpoints.checkpoints import Checkpoints
+    from fabric.configure.arguments import LoaderOptions
     from fabric.strategies.checkpoint.background import PendingSave
 
 T = TypeVar("T")
@@ -346,31 +347,13 @@ class Fabric:
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     @overload
-    def setup_dataloaders(
-        self,
-        loader: Loader,
-        /,
-        *,
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        use: Use | None = None,
-        uneven: Uneven | None = None,
-        dispatch: bool = False,
-    ) -> Loader: ...
+    def setup_dataloaders(self, loader: Loader, /, **options: Unpack[LoaderOptions]) -> Loader: ...
     @overload
     def setup_dataloaders(
-        self,
-        first: Loader,
-        second: Loader2,
-        /,
-        *,
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        use: Use | None = None,
-        uneven: Uneven | None = None,
-        dispatch: bool = False,
+        self, first: Loader, second: Loader2, /, **options: Unpack[LoaderOptions]
     ) -> tuple[Loader, Loader2]: ...
     @overload
+    def setup_dataloaders(self, *loaders: Iterable[Any], **options: Unpack[LoaderOptions]) -> Any: ...
     def setup_dataloaders(
         self,
         *loaders: Iterable[Any],
@@ -378,33 +361,19 @@ class Fabric:
         move_to_device: bool = True,
         use: Use | None = None,
         uneven: Uneven | None = None,
-        dispatch: bool = False,
-    ) -> Any: ...
-    def setup_dataloaders(
-        self,
-        *loaders: Iterable[Any],
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        use: Use | None = None,
-        uneven: Uneven | None = None,
-        dispatch: bool = False,
     ) -> Any:
         """Split the data over the ranks, and move batches to the device; returns the loader, or a tuple in order.
 
         The user's loader is neither changed nor constructed again. `use`: train (default), validate, test or predict.
         `use_distributed_sampler=False`: every rank reads its loader as it is.
         `uneven`: what ranks that train on streams of different lengths do when the first stream ends: "stop" together
-        (the default, with a message), raise an "error", or "repeat" their last batch until all streams have ended. A
-        repeated batch counts zero in `fabric.backward`, with and without `weight=`: gradients are those of the ranks
-        that still have data (after `loss.backward()`, which would count it, a step raises). The ranks exchange messages
-        to agree on who has data, so every rank must iterate, and leave its loop at the same step; for a loop on some
-        ranks only, use another `use` than 'train'. With `use_distributed_sampler=False` this happens only if `uneven`
-        is given. In evaluation ranks may have different numbers of batches, except under strategies that gather
-        parameters in forward: there "repeat" evaluates all data, and without it different numbers are an error.
-        `dispatch=True`: rank 0 alone reads the loader, and sends each rank whole batches in turn, as the loader made
-        them: for data that cannot be read in parts. Before each step the ranks wait for rank 0; an error of the loader
-        is raised on every rank (DispatchError). The other ranks pass any iterable. All iterate, and leave their loop
-        at the same step.
+        (the default, with a message), or "repeat" their last batch until all streams have ended. A repeated batch
+        counts zero in `fabric.backward`, with and without `weight=`: gradients are those of the ranks that still have
+        data (after `loss.backward()`, which would count it, a step raises). The ranks exchange messages to agree on
+        who has data, so every rank must iterate, and leave its loop at the same step; for a loop on some ranks only,
+        use another `use` than 'train'. With `use_distributed_sampler=False` this happens only if `uneven` is given. In
+        evaluation ranks may have different numbers of batches, except under strategies that gather parameters in
+        forward: there "repeat" evaluates all data, and without it different numbers are an error.
         Data that is already split for this rank (`DistributedSampler`, `split_dataset_by_node` of a stream,
         webdataset's `split_by_node`, any sampler with a rank) is not split again. A map-style dataset that was split
         before (`datasets.Dataset.shard`, `Subset`) cannot be recognised: it raises if the ranks' datasets differ.
@@ -413,8 +382,8 @@ class Fabric:
         """
         if not loaders:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
-        check_loader_options(use, uneven, dispatch=dispatch, distribute=use_distributed_sampler)
-        runtime = replace(self._connected, uneven=uneven, dispatch=dispatch)
+        check_loader_options(use, uneven)
+        runtime = replace(self._connected, uneven=uneven)
         if uneven == "repeat" and use in (None, "train"):
             self._accumulation.repeated = runtime.loader_numbers.repeated
             self._accumulation.guard(self._objects.optimizers)
@@ -490,10 +459,8 @@ class Fabric:
         gradients that were not synchronised raises RuntimeError.
         Ranks: all, with the same number of windows; windows may differ in length between ranks.
         """
-        if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
-            raise ValueError(
-                f"`accumulate(loader, {num_batches!r})`: a window has a number of micro-batches, 1 or more."
-            )
+        if not isinstance(num_batches, int) or num_batches < 1:
+            raise ValueError(f"`accumulate(loader, {num_batches})`: a window has a number of micro-batches, 1 or more.")
         objects = self._objects
         prepared = tuple(objects.prepared(each, "accumulate") for each in models) or tuple(objects.models.values())
         if not prepared:
@@ -501,7 +468,7 @@ class Fabric:
         self._accumulation.guard(objects.optimizers)
         unsynced = partial(self._accumulation.unsynced, prepared, objects.bare or None)
         ahead = self._connected.loader_numbers.ahead
-        return self._accumulation.windows(batches, num_batches, prepared, unsynced, ahead)
+        return self._accumulation.windows(batches, num_batches, unsynced, ahead)
 
     def average_gradients(self, parameters: Iterable[Tensor], weight: float | Tensor | None = None) -> None:
         """Average `.grad` of the parameters over the ranks, in place, for a model that was not set up: call it between
@@ -540,7 +507,7 @@ class Fabric:
         prepared = self._objects.prepared(module, "ema")
         if "ema" in self.strategy.lacks:
             raise ValueError(self.strategy.lacks["ema"])
-        return MovingAverage(prepared, check_decay(decay))
+        return MovingAverage(prepared, decay)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Context: forward and backward of `module` do not synchronise gradients. For gradient accumulation: run the
@@ -607,7 +574,6 @@ class Fabric:
         check_word("guard_gradients", "on_nonfinite", on_nonfinite, OnNonfinite)
         runtime, objects = self._connected, self._objects
         if self._guard is not None:
-            self._guard.release()
             self._moments.remove(self._guard)
             self._guard = None
         if on_nonfinite is None:
@@ -616,9 +582,9 @@ class Fabric:
         if keep_in is not None:
             from fabric.checks.replay import Replays
 
-            replays = Replays(runtime, keep_in, lambda path: self.save(path, self._weights()), objects.scalers)
-        self._guard = GradientGuard(on_nonfinite, runtime.collective, runtime.report, objects.gradient_checks, replays)
-        self._open.callback(self._guard.release)
+            replays = Replays(runtime, keep_in, lambda path: self.save(path, self._weights()))
+        is_finite, scaler_of = objects.gradients_are_finite, objects.scaler_of
+        self._guard = GradientGuard(on_nonfinite, runtime.collective, runtime.report, is_finite, scaler_of, replays)
         self._moments.add(self._guard)
         self._guard.optimizers_set_up(objects.optimizers)
 
@@ -637,9 +603,7 @@ class Fabric:
         """
         from fabric.checks.replay import replay
 
-        return replay(
-            self._connected, path, rank, lambda path: self.load(path, self._weights()), self._objects.scalers()
-        )
+        return replay(self._connected, path, rank, lambda path: self.load(path, self._weights()))
 
     # Collectives
 
@@ -717,7 +681,7 @@ class Fabric:
         """
         return pad_across_ranks(group or self._connected.collective, data, dim, pad_value)
 
-    def gather_for_metrics(self, values: Sequence[T], loader: Iterable[Any], pad_value: float | None = None) -> T:
+    def gather_for_metrics(self, values: Sequence[T], loader: Iterable[Any]) -> T:
         """Return the values of every sample of the last iteration over a prepared loader, each once, in the order in
         which one process reads them: that of the dataset, unless the loader shuffles.
 
@@ -729,16 +693,16 @@ class Fabric:
         `values`: for each batch, nested containers of tensors and numbers. Shapes: `(N_i, *S)` for each batch, N_i its
         samples or tokens -> `(N, *S)`, N their sum over all batches of all ranks; `()` for each batch -> `(B,)`, one
         for each. Values of repeated batches (`uneven="repeat"`) are left out; of ranks that read the same batches, one
-        counts. `pad_value`: pads dimensions after the first in which values differ in length.
+        counts.
         Ranks: all call it once, after the loop; they may have different numbers of batches, or none. With
         `use_distributed_sampler=False` the values of every rank count. Gradient: none.
         Raises: RuntimeError: the iteration has not ended, or was left by `break`. ValueError: there is not one value
-        per batch, or values differ in more than lengths. CollectiveError: another rank raised one of these.
+        per batch, or values of batches differ in more than lengths. CollectiveError: those of ranks do.
         """
         from fabric.loop.evaluation import gather_for_metrics
 
         runtime = self._connected
-        return gather_for_metrics(runtime.collective, runtime.share, values, loader, pad_value)
+        return gather_for_metrics(runtime.collective, runtime.share, values, loader)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Context: rank zero (of each node, if `local`) runs the block before the others. If it raises, all raise."""
@@ -863,12 +827,14 @@ class Fabric:
 
     def print(self, *values: object, **options: Any) -> None:
         """`print` on rank zero only, above the progress bar if one is shown."""
-        print_rank_zero(*values, is_rank_zero=self.is_global_zero, **options)
+        if self.is_global_zero:  # rich moves the lines of `sys.stdout` above its bar
+            print(*values, **options)
 
-    def progress(self, iterable: Iterable[T], description: str = "", **options: Any) -> Iterator[T]:
-        """Iterate with a progress bar on rank zero: samples per second over all ranks, and the time left."""
-        options = {"num_ranks": self.world_size, "enabled": self.is_global_zero, **options}
-        return progress(iterable, description=description, **options)
+    def progress(self, iterable: Iterable[T], description: str = "", *, total: int | None = None) -> Iterator[T]:
+        """Iterate with a progress bar on rank zero: samples per second over all ranks, and the time left. `total`: the
+        number of items, if `len(iterable)` is not known."""
+        is_zero = self.is_global_zero
+        return progress(iterable, description, total=total, num_ranks=self.world_size, enabled=is_zero)
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         """Log one metric to every logger, on rank zero."""
@@ -882,15 +848,12 @@ class Fabric:
         if self.is_global_zero and self._loggers:
             numbers = {name: each.item() if isinstance(each, Tensor) else each for name, each in metrics.items()}
             for logger in self._loggers:
-                metric_writer(logger)(numbers, step)
+                metric_writer(logger)(dict(numbers), step=step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Log the hyperparameters to every logger that has `log_hyperparams`, on rank zero.
-
-        Raises: TypeError: there are loggers, and none of them has this method.
-        """
+        """Log the hyperparameters to every logger that has `log_hyperparams`, on rank zero."""
         if self.is_global_zero:
-            record_hyperparams(self._loggers, params)
+            call(self._loggers, "log_hyperparams", dict(params))
 
     def call(self, hook: str, *args: Any, **kwargs: Any) -> None:
         """Run the method `hook` of every callback that has it, in the order given."""

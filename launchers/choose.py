@@ -7,15 +7,17 @@ arguments, by `pickle` or `cloudpickle`, and changes that the program has made t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from fabric.launchers.external import External, inline
 from fabric.launchers.fork import NO_NEXT_LINE, Fork
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.process.program import this_program
-from fabric.launchers.processes import forkserver
-from fabric.launchers.rank.fork_safety import fork_can_continue, fork_is_safe
+from fabric.launchers.processes import Processes, forkserver
+from fabric.launchers.rank.fork_safety import fork_is_safe
 from fabric.launchers.registry import launcher_row
 from fabric.launchers.script import Script
 from fabric.launchers.world import World
@@ -35,35 +37,43 @@ def choose_launcher(
     how often `elastic` starts all ranks again.
     Raises: ValueError: no launcher has this name, or it does not work here.
     """
+    _refuse_import()
     if world is not None:
-        return _existing(word, topology, world)
+        return External(world)
     row = None if word == "auto" else launcher_row(word)
-    if row is not None and row.restarts:
-        return row.make(topology, max_restarts)
+    if word == "elastic":
+        return _elastic(topology, function, max_restarts)
     if topology.size == 1 and not topology.redirects_output:
         return inline(topology)
     if row is not None and word != "fork":
         return row.make(topology)
-    unsafe = fork_can_continue() if function is None else fork_is_safe()
+    unsafe = fork_is_safe()
     if unsafe is None:
         return Fork(topology)
     return _without_fork(word, topology, function, unsafe)
 
 
-def _existing(word: str, topology: Topology, world: World) -> Launcher:
-    """The world of this rank, even if another fabric has launched it since this one was created."""
-    if word not in ("auto", "external", world.launcher):
-        raise ValueError(
-            f"`launcher={word!r}`, but this process is rank {world.rank} of {world.size} already, made by "
-            f"{world.launcher}. Pass `launcher='auto'` to be that rank."
-        )
-    is_as_found = (topology.num_processes, topology.num_nodes) == (world.local_size, world.num_nodes)
-    if topology.size not in (1, world.size) and not is_as_found:  # nodes may have different numbers of ranks
-        raise ValueError(
-            f"{topology.size} ranks were asked for, but this process is rank {world.rank} of {world.size} already, "
-            f"made by {world.launcher}. Ask for {world.size}."
-        )
-    return External(world)
+def _refuse_import() -> None:
+    """Raise RuntimeError where the program is only being imported, by ours or by `multiprocessing` as `__mp_main__`."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
+            raise RuntimeError(
+                f"{frame.f_code.co_filename} launches while another process imports it: a rank, or a worker of a "
+                "`DataLoader`, which needs the functions in it, and reached `launch` instead. Put what runs the script "
+                "under `if __name__ == '__main__':`."
+            )
+        frame = frame.f_back
+
+
+def _elastic(topology: Topology, function: Callable[..., Any] | None, max_restarts: int) -> Launcher:
+    """Starts all ranks again after a failure: the others have lost a peer in the middle of a collective.
+
+    Each attempt is a launch of its own, of which nothing is left but the script's last checkpoint.
+    """
+    if function is None:
+        return Script(topology, "elastic", max_restarts)
+    return Processes(topology, "elastic", forkserver(topology).start, max_restarts)
 
 
 def _without_fork(word: str, topology: Topology, function: Callable[..., Any] | None, unsafe: str) -> Launcher:

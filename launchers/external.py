@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.rank.rank import check_not_importing, run_and_end, take_awaited
+from fabric.launchers.rank.rank import run_and_end, take_awaited
 from fabric.launchers.world import World
 
 R = TypeVar("R")
@@ -22,14 +22,12 @@ class External(Launcher):
         self.world = world
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
-        check_not_importing()
         reporter = take_awaited()
         if reporter is not None:
             run_and_end(reporter, False, worker, self.world, *args)
         return worker(self.world, *args)
 
     def enter(self) -> World:
-        check_not_importing()
         return self.world
 
 

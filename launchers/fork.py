@@ -8,8 +8,8 @@ What was open before the fork belongs to the launching process, which waits for 
 - functions of `atexit` and the end of a `with` block around `launch()` run there, once, after all ranks have ended; a
   rank runs those that it has registered itself;
 - buffers of open files, of log handlers and of C's streams are flushed before the fork;
-- a `TemporaryDirectory` or `NamedTemporaryFile` is deleted there; a rank's copy deletes nothing, even if the rank
-  closes it, calls `cleanup()` or leaves its `with` block;
+- a `TemporaryDirectory` or `NamedTemporaryFile` is deleted there; a rank's copy deletes nothing, unless the rank calls
+  `cleanup()` or leaves its `with` block; other finalizers (`weakref.finalize`) run there alone, too;
 - children of `multiprocessing` are joined and ended there; proxies of a `Manager` reconnect in each rank.
 
 The following cannot be separated after a fork; open it after `launch()`:
@@ -18,30 +18,28 @@ The following cannot be separated after a fork; open it after `launch()`:
 - a compressed or zip file that is being written, whose end each rank would write, and files of libraries that buffer by
   themselves (HDF5, Arrow);
 - connections: sockets, HTTP sessions, SQLite and other databases;
-- exit functions that a rank needs of a library imported before (coverage measurement), and finalizers of other objects
-  (`weakref.finalize`), which run in each rank in which the object ends.
+- exit functions and finalizers that a rank needs of a library imported before (coverage measurement).
 """
 
 from __future__ import annotations
 
-import importlib
+import gc
 import os
 import random
 import signal
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.process.os_process import num_cores
+from fabric.launchers.process.interpreter import disown, flush, open_files
+from fabric.launchers.process.os_process import exit_fd
 from fabric.launchers.process.program import is_interactive
 from fabric.launchers.process.reports import Reporter
-from fabric.launchers.rank.fork_cleanup import disown, flush_before_fork
 from fabric.launchers.rank.fork_safety import fork
 from fabric.launchers.rank.rank import become_rank, run_and_end
 from fabric.launchers.supervision import ending
 from fabric.launchers.supervision.signals import ENDING, PASSED_ON
-from fabric.launchers.supervision.supervisor import Supervisor, child_of
+from fabric.launchers.supervision.supervisor import Child, Supervisor
 from fabric.launchers.world import World
 
 R = TypeVar("R")
@@ -83,11 +81,8 @@ class Fork(Launcher):
 
 def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
     """Fork every rank of this node. Returns the world and the reporter in each of them, and None in the supervisor."""
-    # The first optimizer and DistributedDataParallel import dynamo: 1.5 s in each rank. Ranks with a core each do so at
-    # the same time; 32 ranks on two cores took 35 s to their first step, and take 5 s.
-    if "torch" in sys.modules and supervisor.topology.num_processes > num_cores():
-        importlib.import_module("torch._dynamo")
-    files = flush_before_fork()
+    files = open_files(gc.get_objects())
+    flush(files)  # a rank has a copy of each buffer, and would write it once more
     parent, numbers = os.getpid(), random.getstate()
     for local_rank in range(supervisor.topology.num_processes):
         reader, writer = os.pipe()
@@ -101,10 +96,9 @@ def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
                     random.setstate(numbers)  # Python reseeds a forked process, but the user's seed is for the ranks
                     supervisor.abandon()
                     disown(files)
-                    ending.restore_hook()
                     return world, become_rank(world, writer, parent)
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING + PASSED_ON)
             os.close(writer)
-            supervisor.add(child_of(world.rank, pid, reader))
+            supervisor.add(Child(rank=world.rank, pid=pid, exit_fd=exit_fd(pid), report_fd=reader))
     return None

@@ -55,20 +55,6 @@ class Topology:
     prefix_output: bool = False
     """Whether each line that a rank writes is shown with its rank."""
 
-    def __post_init__(self) -> None:
-        if self.num_processes < 1:
-            raise ValueError(f"`num_processes={self.num_processes}` starts nothing. Pass at least 1.")
-        if not 0 <= self.node_rank < self.num_nodes:
-            raise ValueError(
-                f"`node_rank={self.node_rank}` with `num_nodes={self.num_nodes}`: nodes count from 0 to "
-                f"{self.num_nodes - 1}. Give each node its own rank."
-            )
-        if self.num_nodes > 1 and self.main_port == 0:
-            raise ValueError(
-                f"`num_nodes={self.num_nodes}` with `main_port=0`: the other nodes cannot know a port that node 0 "
-                "picks for itself. Pass the same free port on every node, for example `main_port=29500`."
-            )
-
     @property
     def redirects_output(self) -> bool:
         """Whether a supervisor reads what the ranks print."""

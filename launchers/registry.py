@@ -6,31 +6,15 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, final
 
 from fabric.launchers.process.program import Program
 
 if TYPE_CHECKING:
-    from fabric.launchers.launcher import Launcher
-
-
-def _where_there_is_a_file(name: str, program: Program, system: str) -> str | None:
-    if program.can_run_again:
-        return None
-    others = "'spawn'" if system == "Windows" else "'fork' (or 'forkserver' with `launch(function)`)"
-    return (
-        f"`launcher={name!r}` runs the script's file again in every process, but this is {program.words} and has no "
-        f"file. Write `launcher={others}`, or put the code into a file."
-    )
-
-
-def _where_processes_fork(name: str, program: Program, system: str) -> str | None:
-    if system != "Windows":
-        return None
-    return f"`launcher={name!r}` needs `os.fork`, which Windows has not. Write `launcher='spawn'` or 'script'."
+    from fabric.launchers.launcher import Launcher, Topology
 
 
 @final
@@ -47,24 +31,27 @@ class LauncherRow:
     """Whether users may pass its name: `Fabric(launcher=name)`."""
     for_any_strategy: bool = True
     """Whether it starts the ranks of any strategy with one process per device."""
-    restarts: bool = False
-    """Whether it restarts all ranks after a failure: `callable(topology, max_restarts)` creates it."""
     needs_function: bool = False
     """Whether ranks start at a function, and do not run the lines after `launch()`."""
-    why: Callable[[str, Program, str], str | None] | None = None
-    """`(name, program, system)`: the reason that `why_not` returns."""
+    needs_file: bool = False
+    """Whether ranks run the script's file again."""
 
-    def why_not(self, program: Program, system: str) -> str | None:
-        """Why it cannot start ranks in this program, or on this system; None if it can.
+    def why_not(self, program: Program) -> str | None:
+        """Why it cannot start ranks in this program; None if it can.
 
         Conditions that can change until `launch()` are checked by the launcher itself.
         """
-        return self.why(self.name, program, system) if self.why is not None else None
+        if not self.needs_file or program.can_run_again:
+            return None
+        return (
+            f"`launcher={self.name!r}` runs the script's file again in every process, but this is {program.words} and "
+            "has no file. Write `launcher='fork'` (or 'forkserver' with `launch(function)`), or put the code into a "
+            "file."
+        )
 
-    def make(self, *arguments: object) -> Launcher:
+    def make(self, topology: Topology) -> Launcher:
         """The launcher. Imports its file."""
-        module, attribute = self.path.split(":")
-        launcher: Launcher = getattr(import_module(f"fabric.launchers.{module}"), attribute)(*arguments)
+        launcher: Launcher = resolve_name(f"fabric.launchers.{self.path}")(topology)
         return launcher
 
 
@@ -73,33 +60,30 @@ _TABLE = (
         name="script",
         path="script:Script",
         description="runs the script's file again in every process",
-        why=_where_there_is_a_file,
+        needs_file=True,
     ),
     LauncherRow(
         name="fork",
         path="fork:Fork",
         description="continues at the line of `launch()`; safe with one thread and an unused accelerator",
-        why=_where_processes_fork,
     ),
     LauncherRow(
         name="forkserver",
         path="processes:forkserver",
         description="runs a function in fresh processes, fast from the second time on",
         needs_function=True,
-        why=_where_processes_fork,
     ),
     LauncherRow(
         name="spawn",
         path="processes:spawn",
-        description="runs a function in fresh processes, on every system",
+        description="runs a function in fresh processes, which inherit nothing",
         needs_function=True,
     ),
     LauncherRow(
         name="elastic",
-        path="elastic:Elastic",
+        path="script:Script",
         description="script, or forkserver for a function, and after a failure all ranks again",
         for_any_strategy=False,
-        restarts=True,
     ),
     LauncherRow(name="xla", path="xla:XLA", is_written=False, for_any_strategy=False, needs_function=True),
     LauncherRow(name="inline", path="external:inline", is_written=False, for_any_strategy=False),

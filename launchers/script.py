@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
+from fabric.launchers.process.os_process import exit_fd
 from fabric.launchers.process.program import Program, this_program
 from fabric.launchers.rank import task as tasks
 from fabric.launchers.rank.task import CallFunction, RunScript
+from fabric.launchers.registry import launcher_row
 from fabric.launchers.supervision import ending
-from fabric.launchers.supervision.supervisor import Child, Supervisor, child_of, supervise
+from fabric.launchers.supervision.supervisor import Child, Supervisor, supervise
 from fabric.launchers.world import World
 
 R = TypeVar("R")
@@ -38,11 +40,9 @@ class Script(Launcher):
 
     def __init__(self, topology: Topology, word: str = "script", max_restarts: int = 0) -> None:
         self.topology, self.word, self.max_restarts, self.program = topology, word, max_restarts, this_program()
-        if not self.program.can_run_again:
-            raise ValueError(
-                f"`launcher={word!r}` runs the program's file once per rank, but this is {self.program.words}: there "
-                "is no file. Pass `launcher='fork'`, or save the program and run it as `python FILE`."
-            )
+        why_not = launcher_row("script").why_not(self.program)
+        if why_not is not None:
+            raise ValueError(why_not)
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
         if _launched:
@@ -75,12 +75,4 @@ def start_interpreter(program: Program, world: World, task: CallFunction | RunSc
             env=tasks.environ_of(world),
         )
     os.close(writer)
-    child = child_of(world.rank, process.pid, reader)
-    reap = child.reap
-
-    def reap_process() -> int:
-        process.returncode = reap()  # `Popen` would warn that the process is still running
-        return process.returncode
-
-    child.reap = reap_process
-    return child
+    return Child(rank=world.rank, pid=process.pid, exit_fd=exit_fd(process.pid), reap=process.wait, report_fd=reader)

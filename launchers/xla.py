@@ -63,12 +63,14 @@ def run_on_devices(process: World, worker: Callable[..., R], args: tuple[Any, ..
     xla_internals.initialize_multiprocess(process.local_rank, process.local_size)
     import torch_xla
     import torch_xla.runtime as xr
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     devices = torch_xla.devices()
     size, store = xr.global_device_count(), None
     rendezvous = process.rendezvous
     if rendezvous is None and size > 1:
-        store = _serve()
+        # A store for the replicas of this one process.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         rendezvous = Rendezvous(address="127.0.0.1", port=store.port, hosted=True)
     call = pickling.dumps((worker, args))
     running: list[Future[tuple[int, R]]] = []
@@ -112,13 +114,6 @@ def _in_thread(function: Callable[..., R], *args: Any) -> Future[R]:
 
     threading.Thread(target=run, name="fabric-replica", daemon=True).start()
     return future
-
-
-def _serve() -> Any:
-    """A store for the replicas of this one process."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _refuse_touched() -> None:

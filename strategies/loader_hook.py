@@ -16,7 +16,6 @@ from fabric.strategies.collectives.call_check import all_equal
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.content import Ranks
 from fabric.strategies.data.device_loader import DeviceLoader
-from fabric.strategies.data.dispatch import Channel
 from fabric.strategies.data.loaders import process_dataloader
 from fabric.strategies.data.share import Use
 from fabric.strategies.data.uneven import Votes
@@ -47,11 +46,9 @@ def share_loader(
             gather=collective.all_gather_object,
             same=partial(all_equal, collective),
             votes=partial(votes_over, collective),
-            channel=partial(channel_over, collective),
         ),
         uneven=runtime.uneven,
         in_step=runtime.forward_communicates or runtime.loader_numbers.forward_communicates,
-        dispatch=runtime.dispatch,
         progress=runtime.loader_numbers,
         report=runtime.report,
         draw_apart=runtime.draw_apart if runtime.share.index else None,
@@ -69,16 +66,3 @@ def votes_over(collective: Collective) -> Votes:
         return gathered
 
     return Votes(size=collective.size, start=apart.start_add_numbers, gather=gather)
-
-
-def channel_over(collective: Collective, share: int) -> Channel:
-    """The `Channel` by which rank 0 sends batches, over a new process group. Ranks: all call it, with their share."""
-    apart = collective.split(list(range(collective.size)))
-    assert apart is not None
-    return Channel(
-        rank=apart.rank,
-        shares=apart.all_gather_object(share),
-        broadcast=apart.broadcast_object,
-        send=apart.send,
-        receive=partial(apart.recv, src=0),
-    )

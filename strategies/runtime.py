@@ -61,8 +61,6 @@ class Runtime:
     """What ranks do when the first has no batch left; None: see `Fabric.setup_dataloaders`."""
     forward_communicates: bool = False
     """Whether each forward waits for one on ranks that read other data, in evaluation too."""
-    dispatch: bool = False
-    """Whether rank 0 reads the loader that is being set up for all ranks."""
     mesh: DeviceMesh | None = None
     """The device mesh, if the strategy has one."""
     loader_numbers: LoopProgress = field(default_factory=LoopProgress)

@@ -22,10 +22,8 @@ TESTED = "2.9 to 2.13"
 
 BOUND: Names = {
     "torch._C": {
-        "_functorch": "`maybe_current_level`: whether a transform of torch.func is running",
         "_current_graph_task_id": "whether a backward is running; no public function says so",
     },
-    "torch._C._functorch": {"maybe_current_level": "whether a transform of torch.func is running"},
     "torch.autograd:Variable": {"_execution_engine": "`queue_callback`: what runs when a backward ends; no hook does"},
 }
 """Checked where a file imports one of the functions below."""
@@ -61,7 +59,6 @@ require_compiler = cache(partial(require, "torch", TESTED, COMPILED))
 
 _FUNCTIONS = {
     "current_graph_task_id": "torch._C:_current_graph_task_id",  # of this thread; -1 outside of a backward
-    "transform_level": "torch._C._functorch:maybe_current_level",  # None outside of transforms of torch.func
     "after_backward": "torch.autograd:Variable._execution_engine.queue_callback",  # within one: runs when it has ended
 }
 

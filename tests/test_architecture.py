@@ -57,7 +57,6 @@ PART_IMPORTS = {
     ("strategies/collectives/flight_recorder.py", "fabric.launchers.process.stack"): "the user's line in a stack",
 }
 COLLECTIVES_OUTSIDE = {
-    "strategies/ddp/comm_hooks.py": "DistributedDataParallel waits for a future of torch's own all-reduce",
     "strategies/deepspeed/library.py": "hands torch's renamed functions to DeepSpeed, which looks for the old names",
 }
 ENVIRONMENT = {

@@ -22,17 +22,9 @@ from fabric.loop.setup import SetUp
 from fabric.output.progress.checkpoint import checkpoint_progress
 from fabric.strategies.checkpoint import foreign, loading, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
-from fabric.strategies.checkpoint.mismatches import advice, mismatches, table
-from fabric.strategies.checkpoint.run_state import NAME
+from fabric.strategies.checkpoint.mismatches import mismatches, table
 from fabric.strategies.checkpoint.snapshot import snapshot
-from fabric.strategies.checkpoint.state import (
-    Filter,
-    Stateful,
-    load_into,
-    restore,
-    state_of,
-    uncompiled,
-)
+from fabric.strategies.checkpoint.state import RUN, Filter, Stateful, load_into, restore, state_of, uncompiled
 from fabric.strategies.checkpoint.storage import storage_of
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.dtensor import local_part
@@ -91,15 +83,8 @@ class Checkpoints:
             _check_named("load", state)
         found = {} if state is None else state
         content = self._read(path)
-        run = content.pop(NAME, None)
-        self._refuse_misfits(
-            "load",
-            path,
-            found,
-            content,
-            lambda: advice({f"[{name!r}]": each for name, each in found.items()}, content, self._access),
-            strict=strict,
-        )
+        run = content.pop(RUN, None)
+        self._refuse_misfits("load", path, found, content, strict=strict)
         # What an optimizer keeps would not be trained on if it were made within `torch.inference_mode`.
         for moment in self._moments.loading:
             moment()
@@ -115,14 +100,7 @@ class Checkpoints:
         if isinstance(obj, nn.Module):
             content = foreign.with_tied(uncompiled(obj), content)
         name = type(obj).__name__
-        self._refuse_misfits(
-            "load_raw",
-            path,
-            {name: obj},
-            {name: content},
-            lambda: advice({"": obj}, content, self._access),
-            strict=strict,
-        )
+        self._refuse_misfits("load_raw", path, {name: obj}, {name: content}, strict=strict)
         for moment in self._moments.loading:
             moment()
         with torch.inference_mode(False):
@@ -140,28 +118,25 @@ class Checkpoints:
         _check_named("save", state)
         content = state_of(state, keep, self._access, self._loader_states, gathered=gathered)
         if has_objects(dict(state)):
-            content[NAME] = self._run_state(state).read(gathered=gathered)
+            content[RUN] = self._run_state(state).read(gathered=gathered)
         return content
 
     def _read(self, path: Path) -> Any:
         """Read a checkpoint, or a file of another library. Ranks: all."""
         self.wait()
         storage = storage_of(path)
-        kind = loading.from_rank_zero(self._collective, storage, lambda: foreign.kind_of(path))
-        if kind is not None:
-            return foreign.load(self._collective, path, kind)
+        if loading.from_rank_zero(self._collective, storage, lambda: foreign.is_foreign(path)):
+            return foreign.load(self._collective, path)
         with self._progress(f"load {path}") as advance:
             return loading.load(self._collective, storage, advance=advance)
 
-    def _refuse_misfits(
-        self, method: str, path: Path, state: Any, content: Any, advise: Callable[[], str], *, strict: bool
-    ) -> None:
-        """Raise CheckpointError on every rank if a state does not fit, with what `advise` returns. Ranks: all."""
+    def _refuse_misfits(self, method: str, path: Path, state: Any, content: Any, *, strict: bool) -> None:
+        """Raise CheckpointError on every rank if a state does not fit. Ranks: all."""
         rows = mismatches(dict(state), content, self._access, self._loader_states)
         wrong = rows if strict else [row for row in rows if not row.is_left_out]
         problem = None
         if wrong:
-            problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}\n{advise()}".rstrip())
+            problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}\n{_OTHER_NAMES}")
         loading.refuse_unread(self._collective, storage_of(path), problem)
         if rows:
             self._runtime.report(f"`fabric.{method}(..., strict=False)` left out:\n{table(rows)}")
@@ -184,8 +159,14 @@ def _check_named(method: str, state: object) -> None:
             f"`fabric.{method}(path, ...)` was given a `{type(state).__name__}`. Give it a name: "
             "`{'model': model}`. `load_raw` reads a file that holds the bare state of one object."
         )
-    if NAME in state:
+    if RUN in state:
         raise ValueError(
-            f"`fabric.{method}(path, {{{NAME!r}: ...}})`: this name is reserved for the run's random "
+            f"`fabric.{method}(path, {{{RUN!r}: ...}})`: this name is reserved for the run's random "
             "generators and loss scale. Write another one."
         )
+
+
+_OTHER_NAMES = (
+    "Where a file has the same tensors under other names, rename them before `fabric.setup`: "
+    "`module.load_state_dict({name.removeprefix('module.'): tensor for name, tensor in fabric.load(path).items()})`."
+)

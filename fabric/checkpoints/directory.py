@@ -1,29 +1,61 @@
-"""The checkpoints of one run in one folder: `CheckpointDirectory("runs/7").save(fabric, state)`."""
+"""The checkpoints of one run in one folder: `CheckpointDirectory("runs/7").save(fabric, state)`.
+
+The name of each has all metadata, `000012-step-3000-metric-0.25`, so that one listing suffices. The number counts
+saves, not steps: a run that resumes from an older checkpoint saves newer ones with smaller steps. The manifest is
+removed first: if the job is killed then, the rest is an incomplete checkpoint, which the next save removes.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import operator
 import os
-from collections.abc import Mapping, MutableMapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, final, get_args
+import re
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final, get_args
 
 from fabric.strategies.checkpoint.background import PendingSave
 from fabric.strategies.checkpoint.loading import from_rank_zero
-from fabric.strategies.checkpoint.retention import (
-    Best,
-    Name,
-    best_of,
-    complete_in,
-    names_in,
-    remove_incomplete,
-    remove_old,
-)
+from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.storage import storage_of
 
 if TYPE_CHECKING:
     from fabric.fabric import Fabric
     from fabric.strategies.checkpoint.state import Filter
+
+Best: TypeAlias = Literal["min", "max"]
+_PATTERN = re.compile(r"(?P<number>\d{6,})(-step-(?P<step>\d+))?(-metric-(?P<metric>[^/]+))?")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Name:
+    """The name of one checkpoint."""
+
+    number: int
+    """Counts saves, from 1."""
+    step: int | None
+    metric: float | None
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f"-step-{self.step}"
+        return f"{self.number:06}{step}" + ("" if self.metric is None else f"-metric-{self.metric!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> Name | None:
+        """From the name of a folder; None if it is not the name of a checkpoint."""
+        found = _PATTERN.fullmatch(text)
+        if found is None:
+            return None
+        step, metric = found["step"], found["metric"]
+        try:
+            return cls(
+                int(found["number"]), None if step is None else int(step), None if metric is None else float(metric)
+            )
+        except ValueError:
+            return None
 
 
 @final
@@ -32,8 +64,8 @@ class CheckpointDirectory:
 
     `keep_last`: how many of the newest, 1 or more. `keep_best`: how many besides, by the `metric` that `save` is given;
     `best`: which metric that is, the "min" or the "max". A checkpoint is removed only once a newer one is complete.
-    What is not complete is taken for the remains of a job that died, and removed by the next save, unless another
-    process of this machine is saving it. Folders with other names than `save` gives are left alone.
+    What is not complete is taken for the remains of a job that died, and removed by the next save. Folders with other
+    names than `save` gives are left alone.
     """
 
     def __init__(
@@ -79,7 +111,7 @@ class CheckpointDirectory:
             state,
             filter,
             blocking,
-            after_commit=partial(remove_old, self._storage, self._keep_last, self._keep_best, self._best),
+            after_commit=self._remove_old,
         )
 
     def load(
@@ -100,20 +132,18 @@ class CheckpointDirectory:
 
     def latest(self) -> str | None:
         """The path of the newest complete checkpoint; None where there is none. Any process may call it, alone."""
-        return next(
-            (self._storage.inside(folder).path for folder in reversed(complete_in(self._storage).values())), None
-        )
+        return next(reversed(self.all()), None)
 
     def best(self) -> str | None:
         """The path of the complete checkpoint with the best metric; None where none has one."""
-        complete = complete_in(self._storage)
-        return next((self._storage.inside(complete[name]).path for name in best_of(list(complete), self._best)), None)
+        complete = self._complete()
+        return next((self._storage.inside(complete[name]).path for name in self._by_metric(complete)), None)
 
     def all(self) -> list[str]:
         """The paths of all complete checkpoints, oldest first."""
-        return [self._storage.inside(folder).path for folder in complete_in(self._storage).values()]
+        return [self._storage.inside(folder).path for folder in self._complete().values()]
 
-    def _wrong(self, step: object, metric: Any) -> str | None:
+    def _wrong(self, step: Any, metric: Any) -> str | None:
         """What is wrong with the arguments of `save`; None if nothing is."""
         if self._keep_best and metric is None:
             return f"`keep_best={self._keep_best}` needs `save(..., metric=...)`, by which the best is known."
@@ -121,19 +151,46 @@ class CheckpointDirectory:
             float(0.0 if metric is None else metric)
         except (TypeError, ValueError, RuntimeError):
             return f"`metric={metric!r}`: one number, by which the best is known. Write `metric=float(...)`."
-        if step is not None and not _is_count(step):
-            return f"`step={step!r}`: the number of steps until this checkpoint, an integer from 0 on."
-        return None
+        try:
+            is_count = step is None or operator.index(step) >= 0
+        except TypeError:
+            is_count = False
+        return (
+            None if is_count else f"`step={step!r}`: the number of steps until this checkpoint, an integer from 0 on."
+        )
 
     def _next(self, step: int | None, metric: float | None) -> str:
-        number = max((name.number for name in names_in(self._storage)), default=0) + 1
-        remove_incomplete(self._storage)
+        """The name of the next checkpoint. Removes the incomplete ones of jobs that died."""
+        number = max((name.number for name in self._names()), default=0) + 1
+        complete = self._complete()
+        for name, folder in self._names().items():
+            if name not in complete:
+                with contextlib.suppress(OSError):
+                    self._storage.inside(folder).discard()
         step = None if step is None else operator.index(step)
-        return str(Name(number=number, step=step, metric=None if metric is None else float(metric)))
+        return str(Name(number, step, None if metric is None else float(metric)))
 
+    def _names(self) -> dict[Name, str]:
+        """The checkpoints, complete or not, oldest first, with the names of their folders."""
+        found = {name: folder for folder in self._storage.folders() if (name := Name.parse(folder)) is not None}
+        return dict(sorted(found.items(), key=lambda each: each[0].number))
 
-def _is_count(step: Any) -> bool:
-    try:
-        return operator.index(step) >= 0
-    except TypeError:
-        return False
+    def _complete(self) -> dict[Name, str]:
+        names = self._names().items()
+        return {name: folder for name, folder in names if NAME in self._storage.inside(folder).names()}
+
+    def _by_metric(self, names: Iterable[Name]) -> list[Name]:
+        """Those that have a metric, best first; of equal metrics the newer first. Without those whose metric is NaN."""
+        measured = [name for name in names if name.metric is not None and not math.isnan(name.metric)]
+        sign = 1 if self._best == "min" else -1
+        return sorted(measured, key=lambda name: (sign * (name.metric or 0.0), -name.number))
+
+    def _remove_old(self) -> None:
+        """Remove the complete checkpoints that are neither among the last nor the best."""
+        complete = self._complete()
+        kept = {*list(complete)[-self._keep_last :], *self._by_metric(complete)[: self._keep_best]}
+        for name, folder in complete.items():
+            if name not in kept:
+                old = self._storage.inside(folder)
+                old.remove(NAME)
+                old.discard()

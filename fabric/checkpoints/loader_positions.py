@@ -19,7 +19,7 @@ from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 from fabric.strategies.checkpoint.values import encode
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.data.device_loader import DeviceLoader, StatefulDeviceLoader, loader_name
+from fabric.strategies.data.device_loader import DeviceLoader, loader_name
 
 OF_RANKS = "loader of each rank"
 """The key under which the states of all ranks are saved."""
@@ -67,17 +67,15 @@ class LoaderStates(LoaderAccess):
         if name in self._reported:
             return
         self._reported.add(name)
-        instead = "Save what `fabric.setup_dataloaders` returned to resume in mid-epoch"
-        if isinstance(loader, DeviceLoader):
-            instead = "Without `in_order=False` it resumes in mid-epoch"
         self._report(
             f"`state[{name!r}]` is a `{loader_name(loader)}`, which has no state: checkpoints leave it out, and "
-            f"a resumed run starts its epoch from the beginning. {instead}, or leave it out of the state."
+            "a resumed run starts its epoch from the beginning. Save what `fabric.setup_dataloaders` returned to "
+            "resume in mid-epoch, or leave it out of the state."
         )
 
 
 def _reads_own_part(loader: object) -> bool:
-    return isinstance(loader, StatefulDeviceLoader) and loader.reads_own_part
+    return isinstance(loader, DeviceLoader) and loader.reads_own_part
 
 
 @final
@@ -120,20 +118,12 @@ class LoaderPositions:
             if problem is not None:
                 self._report(f"Loader {number} of the run was not restored: {problem}")
             elif state is not None:
-                assert isinstance(loader, StatefulDeviceLoader)
                 own = in_memory(state[OF_RANKS][self._collective.rank] if OF_RANKS in state else state)
                 loader.load_state_dict(own)
                 if "loader" in own or own.get("order", {}).get("samples"):
                     self._report(_CONTINUES.format(number=number, name=loader_name(loader), place=_place(own)))
 
     def _position(self, number: int, loader: DeviceLoader) -> Any:
-        if not isinstance(loader, StatefulDeviceLoader):
-            self._report_once(
-                f"Loader {number + 1} of the run, a `{loader_name(loader)}`, has no state: checkpoints leave it out, "
-                "and a resumed run starts its epoch from the beginning. Without `in_order=False` it resumes in "
-                "mid-epoch."
-            )
-            return None
         if loader.would_start or (self._collective.rank > 0 and not loader.reads_own_part):  # rank 0's is that of all
             return None
         state = loader.state_of_run()
@@ -161,8 +151,6 @@ class LoaderPositions:
     def _problem(self, loader: DeviceLoader, state: Any) -> str | None:
         if state is None:
             return None
-        if not isinstance(loader, StatefulDeviceLoader):
-            return f"the `{loader_name(loader)}` has no state."
         if loader.iteration.is_open:
             return "the program is iterating over it. It goes on."
         of_ranks = state.get(OF_RANKS)

@@ -50,20 +50,11 @@ class Value:
 Facts: TypeAlias = Mapping[Fact, Value]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Losses:
-    """What is known of the losses of all ranks."""
-
-    is_same_data: bool
-    """Whether `data` is the same on all ranks."""
-    num_nonfinite: int
-
-
-def compare(collective: Collective, facts: Facts, loss: float, data: str, when: str, since: str) -> Losses:
+def compare(collective: Collective, facts: Facts, loss: float, data: str, when: str, since: str) -> tuple[bool, int]:
     """Raise SanitizerError on every rank unless all agree. Ranks: all. Cost: an all-reduce of five numbers.
 
-    `data`: what should differ where ranks read different samples.
+    `data`: what should differ where ranks read different samples. Returns whether it is the same on all ranks, and the
+    number of losses that are not finite.
     """
     rank = collective.rank
     everyone = tuple(range(collective.size))
@@ -74,7 +65,7 @@ def compare(collective: Collective, facts: Facts, loss: float, data: str, when: 
     differing, differing_losses = ((int(sums[i]) + (int(sums[i + 1]) << 32)) % 2**64 for i in (0, 2))
     if differing:
         raise SanitizerError(_first_difference(collective, facts, when, since))
-    return Losses(is_same_data=not differing_losses, num_nonfinite=int(sums[4]))
+    return not differing_losses, int(sums[4])
 
 
 def digest_of_text(text: str) -> int:
@@ -96,22 +87,15 @@ def _first_difference(collective: Collective, facts: Facts, when: str, since: st
         found = {rank: of_ranks[rank].get(fact, missing) for rank in fact.holders}
         if len(set(found.values())) > 1:
             usual = Counter(found.values()).most_common(1)[0][0]
-            others = [rank for rank, value in found.items() if value != usual]
-            those = [rank for rank, value in found.items() if value == usual]
-            other = found[others[0]]
+            others, those = (
+                [r for r, value in found.items() if (value == usual) == is_usual] for is_usual in (False, True)
+            )
             values = ""
-            if usual.text != other.text:
-                values = (
-                    f" ({other.text or 'a value'} on rank {others[0]}, {usual.text or 'a value'} on rank {those[0]})"
-                )
-            return _DIFFER.format(
-                when=f"{when[0].upper()}{when[1:]}",
-                name=fact.name,
-                others=_ranks(others),
-                those=_ranks(those),
-                values=values,
-                since=since,
-                advice=_ADVICE[fact.kind],
+            if usual.text != (other := found[others[0]].text):
+                values = f" ({other or 'a value'} on rank {others[0]}, {usual.text or 'a value'} on rank {those[0]})"
+            return (
+                f"{when[0].upper()}{when[1:]}, {fact.name} on {_ranks(others)} differs from that on {_ranks(those)}"
+                f"{values}. {since} {_ADVICE[fact.kind]}"
             )
     raise AssertionError("nothing differs")
 
@@ -121,19 +105,15 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-_DIFFER = "{when}, {name} on {others} differs from that on {those}{values}. {since} {advice}"
 _ADVICE: Mapping[Kind, str] = {
     "steps": "Step each optimizer on all ranks or on none, and decide by values that are the same on all: "
     "`fabric.all_reduce(loss)`.",
     "options": "Step each scheduler on all ranks, with a value that is the same on all: "
-    "`scheduler.step(fabric.all_reduce(loss))`. If each rank steps a part of the parameters, as with "
-    "`deepspeed_stage_1` or `ddp_sharded`, an optimizer that estimates a value from all of them (Prodigy) needs "
-    "`strategy='ddp'` or 'fsdp'.",
-    "gradients": "Gradients that `fabric.backward` did not compute are this rank's own: those of "
-    "`torch.autograd.grad`, of a copy of the model, of parameters in no model that was set up, or changed on some "
-    "ranks. Compute them by `fabric.backward(loss)`, or average them: `parameter.grad = fabric.all_reduce(gradient)`.",
-    "weights": "Ranks train apart if weights are loaded, drawn or changed on some ranks alone, with gradients that "
-    "were not averaged, or by a step within backward. Change weights on all ranks alike: load by `fabric.load` or "
-    "`fabric.load_raw` on all ranks, and send what one rank draws: `fabric.broadcast(noise)`.",
+    "`scheduler.step(fabric.all_reduce(loss))`. An optimizer that estimates a value from all parameters (Prodigy) "
+    "needs `strategy='ddp'` or 'fsdp'.",
+    "gradients": "Gradients that `fabric.backward` did not compute, or that some ranks changed, are this rank's own: "
+    "average them, `parameter.grad = fabric.all_reduce(gradient)`.",
+    "weights": "Ranks train apart if weights are loaded, drawn or changed on some ranks alone, or with gradients that "
+    "were not averaged. Load by `fabric.load` on all ranks, and send what one rank draws: `fabric.broadcast(noise)`.",
     "states": "Load the state of an optimizer on all ranks: `fabric.load(path, state)`.",
 }

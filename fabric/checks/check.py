@@ -13,7 +13,6 @@ from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.prepared import Prepared
@@ -105,7 +104,6 @@ class Moments:
     after_step: tuple[Callable[[Optimizer], None], ...] = ()
     loading: tuple[Callable[[], None], ...] = ()
     closing: tuple[Callable[[], None], ...] = ()
-    _before_step_hooks: dict[Optimizer, RemovableHandle | None] | None = None
 
     def add(self, *checks: Check) -> None:
         """Call these from now on, after those that are there."""
@@ -121,7 +119,6 @@ class Moments:
         for name in MOMENTS:
             overriding = (each for each in checks if getattr(type(each), name) is not getattr(Check, name))
             setattr(self, name, tuple(getattr(each, name) for each in overriding))
-        self._hook_before_steps()
         self.changed()
 
     def clear(self) -> None:
@@ -131,30 +128,8 @@ class Moments:
         for check in checks:
             check.removed()
 
-    def follow(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Call `before_step` for this optimizer. Returns what undoes it."""
-        if self._before_step_hooks is None:
-            self._before_step_hooks = {}
-        hooks = self._before_step_hooks
-        hooks[optimizer] = None
-        self._hook_before_steps()
-
-        def undo() -> None:
-            if (hook := hooks.pop(optimizer, None)) is not None:
-                hook.remove()
-
-        return undo
-
-    def _hook_before_steps(self) -> None:
-        """A hook on each optimizer, behind those of the strategy, exactly while some check overrides `before_step`."""
-        for optimizer, hook in (self._before_step_hooks or {}).items():
-            if hook is None and self.before_step:
-                self._before_step_hooks[optimizer] = optimizer.register_step_pre_hook(self._step)  # type: ignore[index]
-            elif hook is not None and not self.before_step:
-                hook.remove()
-                self._before_step_hooks[optimizer] = None  # type: ignore[index]
-
-    def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The hook of an optimizer's step, where a check overrides `before_step`."""
         for moment in self.before_step:
             moment(optimizer)
 

@@ -17,6 +17,7 @@ from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.tensors.digest import numbers_of
 from fabric.strategies.tensors.parameters import parameters_of
+from fabric.strategies.tensors.wrapped import plain_tensors
 
 Parameters: TypeAlias = Mapping[str, nn.Parameter]
 """By their names."""
@@ -36,13 +37,13 @@ def options_of(optimizer: Optimizer, num_steps: int, everyone: tuple[int, ...]) 
 
 
 def gradients_of(
-    optimizer: Optimizer, names: Mapping[int, str], everyone: tuple[int, ...], among: Container[int] | None = None
+    optimizer: Optimizer, names: Mapping[int, str], everyone: tuple[int, ...], among: Container[int]
 ) -> dict[Fact, Value]:
     """The gradients with which an optimizer is about to step, where all ranks have them whole.
 
-    `names`: by the ids of parameters. `among`: the ids of those to look at, if not all.
+    `names`: by the ids of parameters. `among`: the ids of those to look at.
     """
-    parameters = [each for each in enumerate(parameters_of(optimizer)) if among is None or id(each[1]) in among]
+    parameters = [each for each in enumerate(parameters_of(optimizer)) if id(each[1]) in among]
     digests = iter(numbers_of(each.grad for _, each in parameters if each.grad is not None))
     return {
         Fact("gradients", f"the gradient of {_named(each, index, names)}", everyone): (
@@ -80,40 +81,42 @@ def names_in(models: Iterable[Prepared]) -> dict[int, str]:
 def _held(
     models: Sequence[tuple[Prepared, Parameters]], access: Mapping[Optimizer, StateAccess], size: int
 ) -> Iterator[tuple[Kind, str, TensorShards]]:
-    everyone, names = range(size), names_in(model for model, _ in models)
+    names = names_in(model for model, _ in models)
     for model, known in models:
-        how = PlainState(size) if model.sync.is_replicated else model.state
-        if not _tells_holders(how):
+        how = _access(model.state, size, is_replicated=model.sync.is_replicated)
+        parameters = dict(model.module.named_parameters(remove_duplicate=False))
+        is_changed = any(known.get(name) is not each for name, each in parameters.items())
+        if not _tells_holders(how) or (is_changed and not isinstance(how, PlainState)):  # the strategy raises itself
             continue
-        state = _local(how, size).read_module_shards(model.module)
-        for name, parameter in model.module.named_parameters(remove_duplicate=False):
-            value = state.get(name) if known.get(name) is parameter else None
+        owners = {key: name for name, each in parameters.items() for key in plain_tensors(each, name)}
+        for key, value in how.read_module_shards(model.module).items():
+            name = owners.get(key, "")
+            parameter = parameters.get(name)
+            if parameter is None or known.get(name) is not parameter:
+                continue
             if isinstance(value, Tensor):  # not sharded
-                value = replicated(value, everyone)
+                value = replicated(value, range(size))
             if isinstance(value, TensorShards):
-                yield "weights", names.get(id(parameter), f"`{name}`"), value
-    for optimizer, how in access.items():
-        if any(model.sync.is_replicated and model.holds(optimizer) for model, _ in models):
-            how = PlainState(size)
-        if not _tells_holders(how):
+                yield "weights", _named(parameter, name, names) if key == name else f"`{key}`", value
+    for optimizer, given in access.items():
+        how = _access(given, size, is_replicated=any(m.sync.is_replicated and m.holds(optimizer) for m, _ in models))
+        of_groups = parameters_of(optimizer)
+        # The program may have taken parameters out of its groups.
+        if not _tells_holders(how) or set(optimizer.state).difference(of_groups):
             continue
-        parameters = parameters_of(optimizer)
-        if set(optimizer.state).difference(parameters):  # of parameters that the program took out of its groups
-            continue
-        states = _local(how, size).read_optimizer_shards(optimizer).get("state", {})
-        for index, entries in states.items():
-            of = _named(parameters[index], index, names) if index < len(parameters) else f"parameter {index}"
+        for index, entries in how.read_optimizer_shards(optimizer).get("state", {}).items():
+            of = _named(of_groups[index], index, names) if index < len(of_groups) else f"parameter {index}"
             for name, value in entries.items():
                 if isinstance(value, TensorShards):
                     yield "states", f"`{name}` of {of} in `{type(optimizer).__name__}`", value
 
 
-def _named(parameter: Tensor, index: int, names: Mapping[int, str]) -> str:
-    return names.get(id(parameter), f"parameter {index}")
+def _named(parameter: Tensor, place: int | str, names: Mapping[int, str]) -> str:
+    return names.get(id(parameter), f"parameter {place}")
 
 
-def _local(access: StateAccess, size: int) -> StateAccess:
-    return PlainState(size) if isinstance(access, PlainState) else access
+def _access(access: StateAccess, size: int, *, is_replicated: bool) -> StateAccess:
+    return PlainState(size) if is_replicated or isinstance(access, PlainState) else access
 
 
 def _tells_holders(access: StateAccess) -> bool:
@@ -121,11 +124,8 @@ def _tells_holders(access: StateAccess) -> bool:
 
 
 def _text(value: Any) -> str | None:
+    if isinstance(value, tuple | list):
+        return str([_text(each) for each in value])
     if isinstance(value, float):
         return f"{value:.6g}"
-    if value is None or isinstance(value, bool | int | str):
-        return repr(value)
-    if isinstance(value, tuple | list):
-        texts = [_text(each) for each in value]
-        return None if None in texts else f"({', '.join(map(str, texts))})"
-    return None
+    return repr(value) if isinstance(value, bool | int | str | None) else None

@@ -7,6 +7,7 @@ assignment or for the time of a `torch.func.functional_call`, are not read.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -44,7 +45,10 @@ class ForwardWeights:
     def attach(self) -> None:
         """Compare in each forward from the next one on. Nothing to do for a model without shards."""
         if not self._hooks and any(as_sharded(parameter) is not None for parameter in self._model.parameters()):
-            self._hooks = [each.register_forward_hook(self._compare, prepend=True) for each in self._model.modules()]
+            self._hooks = [
+                each.register_forward_hook(partial(self._compare, place), prepend=True)
+                for place, each in self._model.named_modules()
+            ]
             self._hooks.append(self._model.register_forward_pre_hook(self._note, prepend=True))
 
     def remove(self) -> None:
@@ -59,38 +63,36 @@ class ForwardWeights:
             return
         self._before = {module: dict(module.named_parameters(recurse=False)) for module in model.modules()}
 
-    def _compare(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _compare(self, place: str, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._compare_parameters(module)
+            with torch.no_grad():
+                self._compare_parameters(place, module)
 
-    @torch.no_grad()
-    def _compare_parameters(self, module: nn.Module) -> None:
+    def _compare_parameters(self, place: str, module: nn.Module) -> None:
         before = self._before.get(module, {})
         for name, gathered in module.named_parameters(recurse=False):
             parameter = before.get(name, gathered)
             if parameter is gathered:
                 continue
-            names = {id(each): path for path, each in self._model.named_modules()}
-            path = ".".join(filter(None, (names[id(module)], name)))
+            names = {"name": f"{place}.{name}".removeprefix("."), "model": type(self._model).__name__}
             if parameter._backward_hooks:
-                raise SanitizerError(_HOOKED.format(name=path, model=type(self._model).__name__))
+                raise SanitizerError(_HOOKED.format(**names))
             sharded = as_sharded(parameter)
             if sharded is not None:
                 own = own_part(gathered, sharded)
                 expected = local_part(sharded).to(own.device, own.dtype)
                 if torch.allclose(own, expected, rtol=0, atol=0, equal_nan=True):
                     continue
-            raise SanitizerError(_DIFFERS.format(name=path, model=type(self._model).__name__))
+            raise SanitizerError(_DIFFERS.format(**names))
 
 
 _DIFFERS = (
     "Forward of `{model}` ended with values of `{name}` that its parameter does not have. A sharded model computes "
-    "with gathered copies of the parameters that were set up: what `forward` itself changes in them is lost, and a "
-    "parameter that was replaced after `fabric.setup`, or is passed to `torch.func.functional_call`, is not read. "
-    "Change values in place between steps, `key.mul_(m).add_(query)`, or pass `strategy='ddp'`."
+    "with gathered copies: what `forward` changes in them is lost, and a parameter that was replaced, also by "
+    "`torch.func.functional_call`, is not read. Change values in place between steps, or pass `strategy='ddp'`."
 )
 _HOOKED = (
     "`{name}` of `{model}` has a hook by `register_hook`, which runs in no backward: a sharded model computes with "
-    "gathered copies of its parameters. Change gradients between `fabric.backward(loss)` and `optimizer.step()`, or "
-    "use `register_post_accumulate_grad_hook`, which gets this rank's shard of the averaged gradient."
+    "gathered copies. Change gradients before `optimizer.step()`, or use `register_post_accumulate_grad_hook`, which "
+    "gets this rank's shard of the averaged gradient."
 )

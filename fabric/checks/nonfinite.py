@@ -11,9 +11,7 @@ scale, and the guard does nothing. At a scale of 1 or less the gradients themsel
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 import torch
@@ -23,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.checks.check import Check
 from fabric.strategies.checkpoint.errors import CheckpointError
+from fabric.strategies.checkpoint.state import Stateful
 from fabric.strategies.collectives.collective import Collective
 
 if TYPE_CHECKING:
@@ -36,32 +35,25 @@ class NonFiniteGradientsError(RuntimeError):
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checks:
-    """How the strategy checks the gradients of one optimizer."""
-
-    is_finite: Callable[[Optimizer], bool]
-    """Whether all gradients are finite on all ranks. Ranks: all call it."""
-    scale: Callable[[], float]
-    """The current loss scale; 1.0 without a scaler."""
-
-
-@final
 class GradientGuard(Check):
-    """The guard that `fabric.guard_gradients` installs. `checks_of`: returns the `Checks` of an optimizer."""
+    """The guard that `fabric.guard_gradients` installs.
+
+    `is_finite`: whether all gradients of an optimizer are finite on all ranks, which all call it. `scaler_of`: what
+    scales its losses.
+    """
 
     def __init__(
         self,
         on_nonfinite: OnNonfinite,
         collective: Collective,
         report: Callable[[str], None],
-        checks_of: Callable[[Optimizer], Checks],
+        is_finite: Callable[[Optimizer], bool],
+        scaler_of: Callable[[Optimizer], Stateful | None],
         replays: Replays | None,
     ) -> None:
         self._action, self._collective, self._report = on_nonfinite, collective, report
-        self._checks_of, self._replays = checks_of, replays
+        self._is_finite, self._scaler_of, self._replays = is_finite, scaler_of, replays
         self._handles: list[RemovableHandle] = []
-        self._checks: dict[Optimizer, Checks] = {}
         self._norms: dict[Optimizer, Tensor] = {}
         self._losses: list[Tensor] = []
         """The losses of the backward passes since the last step."""
@@ -72,11 +64,16 @@ class GradientGuard(Check):
 
     def optimizers_set_up(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
-            self._attach(optimizer)
+            before = optimizer.register_step_pre_hook(self._before_step)
+            # Strategies' hooks remove gradients: of a step that overflowed, or of other ranks' parameters.
+            optimizer._optimizer_step_pre_hooks.move_to_end(before.id, last=False)  # type: ignore[attr-defined]
+            after = optimizer.register_step_post_hook(self._after_step)
+            optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+            self._handles += [before, after]
 
     def batch_received(self, batch: Any, source: object) -> None:
         if self._replays is not None and torch.is_grad_enabled():  # no evaluation
-            self._replays.note(batch, source)
+            self._replays.note(batch)
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         if self._has_stepped:
@@ -84,23 +81,10 @@ class GradientGuard(Check):
             self._has_stepped = False
         self._losses.append(loss.detach())
         self._norms.clear()
-        if self._replays is not None:
-            self._replays.note_backward()
 
-    def _attach(self, optimizer: Optimizer) -> None:
-        """Check gradients before each step from now on."""
-        check = optimizer.register_step_pre_hook(self._before_step)
-        # Strategies' hooks remove gradients: of a step that overflowed, or of other ranks' parameters.
-        optimizer._optimizer_step_pre_hooks.move_to_end(check.id, last=False)  # type: ignore[attr-defined]
-        after = optimizer.register_step_post_hook(self._after_step)
-        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]  # as above
-        self._handles += [check, after]
-
-    def release(self) -> None:
-        """Stop checking."""
+    def removed(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
     def note_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
         """Called when clipping has computed the norm of the current gradients over all ranks."""
@@ -112,15 +96,14 @@ class GradientGuard(Check):
                 f"`{type(optimizer).__name__}.step(closure)` with `fabric.guard_gradients`: the closure computes "
                 "gradients within the step, where they are not checked. Call `step()` without a closure."
             )
-        if optimizer not in self._checks:
-            self._checks[optimizer] = self._checks_of(optimizer)
-        checks = self._checks[optimizer]
         self.num_steps += 1
         norm = self._norms.pop(optimizer, None)
-        is_finite = checks.is_finite(optimizer) if norm is None else bool(norm.isfinite())
+        is_finite = self._is_finite(optimizer) if norm is None else bool(norm.isfinite())
         optimizer.step_was_skipped = False  # type: ignore[attr-defined]
-        if not is_finite and checks.scale() <= 1:  # Note [What a loss scaler skips]
-            self._refuse(optimizer)
+        if not is_finite:
+            scaler = self._scaler_of(optimizer)
+            if scaler is None or scaler.state_dict()["scale"] <= 1:  # Note [What a loss scaler skips]
+                self._refuse(optimizer)
         self._has_stepped = True
         if self._replays is not None:
             self._replays.note_step()
@@ -144,12 +127,9 @@ class GradientGuard(Check):
         self._skips = optimizer
 
     def _whose_loss(self) -> str:
-        of_ranks = self._collective.all_gather_object([loss.tolist() for loss in self._losses])
-        bad = {rank: text for rank, losses in enumerate(of_ranks) if (text := _as_text(losses))}
-        if not bad:
-            return "The losses were finite on every rank."
-        shown = ", ".join(f"{text} on rank {rank}" for rank, text in list(bad.items())[:8])
-        return f"The loss was {shown}{f' and {len(bad) - 8} other ranks' if len(bad) > 8 else ''}."
+        of_ranks = self._collective.all_gather_object([bool(loss.isfinite().all()) for loss in self._losses])
+        bad = [str(rank) for rank, are_finite in enumerate(of_ranks) if not all(are_finite)]
+        return f"The loss was not finite on ranks {', '.join(bad)}." if bad else "The losses were finite on every rank."
 
     def _keep(self) -> str:
         if self._replays is None:
@@ -159,9 +139,3 @@ class GradientGuard(Check):
         except CheckpointError as error:
             return f" Its batches could not be kept: {error}"
         return "" if path is None else f" `fabric.replay({path!r})` repeats it."
-
-
-def _as_text(losses: Sequence[Any]) -> str:
-    """The first losses as text, "nan" or "1.5, inf"; empty if all are finite."""
-    numbers = [number for loss in losses for number in (loss if isinstance(loss, list) else [loss])]
-    return "" if all(map(math.isfinite, numbers)) else ", ".join(f"{number:g}" for number in numbers[:8])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from fabric.checkpoints.run_state import generators_of, restore_generators
 from fabric.strategies.checkpoint.errors import CheckpointError
-from fabric.strategies.checkpoint.state import Stateful
 from fabric.strategies.checkpoint.storage import Storage, storage_of
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.transfer import move
@@ -29,49 +27,27 @@ _CPU = torch.device("cpu")
 
 
 @final
-@dataclass(slots=True)
-class Given:
-    """A batch that the loop has received."""
-
-    batch: Any
-    source: object
-    generators: dict[str, Any]
-    num_backwards: int
-    """Number of batches before it."""
-
-
-@final
 class Replays:
     """The batches since the last step, and the folder in which they are saved.
 
-    `save_weights`: writes the models to a path; all ranks call it. `scalers`: returns the loss scalers.
+    `save_weights`: writes the models to a path; all ranks call it.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        path: str | os.PathLike[str],
-        save_weights: Callable[[str], object],
-        scalers: Callable[[], Sequence[Stateful]],
-    ) -> None:
+    def __init__(self, runtime: Runtime, path: str | os.PathLike[str], save_weights: Callable[[str], object]) -> None:
         self._runtime, self._collective, self._folder = runtime, runtime.collective, storage_of(path)
-        self._save_weights, self._scalers = save_weights, scalers
-        self._given: list[Given] = []
-        self._num_backwards = self._num_written = 0
+        self._save_weights = save_weights
+        self._given: list[tuple[Any, dict[str, Any]]] = []
+        """Batches that the loop has received, and the random generators when it did."""
+        self._num_written = 0
         self._has_stepped = False
 
-    def note(self, batch: Any, source: object) -> None:
-        """Called when the loop receives a batch. Drops the one before it of the same source if no backward followed:
-        it was evaluated, or prefetched by `fabric.accumulate`, which passes it again."""
+    def note(self, batch: Any) -> None:
+        """Called when the loop receives a batch, and again when `fabric.accumulate` passes on what it read ahead."""
         if self._has_stepped:
             self._given.clear()
             self._has_stepped = False
-        self._given = [each for each in self._given if not self._is_unused(each, batch, source)]
-        self._given.append(Given(batch, source, generators_of(self._runtime), self._num_backwards))
-
-    def note_backward(self) -> None:
-        """Called at each backward of the loop."""
-        self._num_backwards += 1
+        self._given = [each for each in self._given if each[0] is not batch]
+        self._given.append((batch, generators_of(self._runtime)))
 
     def note_step(self) -> None:
         """Called after a step: the next batch belongs to another one."""
@@ -89,20 +65,14 @@ class Replays:
         rank = self._collective.rank
         entry = {
             "world_size": self._collective.size,
-            "batches": [{"batch": _plain(each.batch), "generators": each.generators} for each in self._given],
+            "batches": [{"batch": _plain(batch), "generators": generators} for batch, generators in self._given],
             "losses": [loss.to(_CPU) for loss in losses],
-            "scales": [scaler.state_dict() for scaler in self._scalers()],
         }
-        problems = self._collective.all_gather_object(_write(folder, rank, entry))
-        first = next(((rank, problem) for rank, problem in enumerate(problems) if problem), None)
-        if first is not None:
-            raise CheckpointError(f"{folder.path!r}: rank {first[0]}: {first[1]}", rank=first[0])
+        for failed, problem in enumerate(self._collective.all_gather_object(_write(folder, rank, entry))):
+            if problem:
+                raise CheckpointError(f"{folder.path!r}: rank {failed}: {problem}", rank=failed)
         self._save_weights(f"{folder.path}/weights")
         return folder.path
-
-    def _is_unused(self, earlier: Given, batch: Any, source: object) -> bool:
-        is_peek = earlier.source is source and earlier.num_backwards == self._num_backwards
-        return earlier.batch is batch or is_peek
 
 
 def replay(
@@ -110,14 +80,11 @@ def replay(
     path: str | os.PathLike[str],
     rank: int | None,
     load_weights: Callable[[str], object],
-    scalers: Sequence[Stateful],
 ) -> Iterator[Any]:
     """The implementation of `Fabric.replay`."""
     folder = storage_of(path)
     entry = _read(folder, runtime.collective, rank)
     load_weights(f"{folder.path}/weights")
-    for scaler, state in zip(scalers, entry["scales"], strict=False):
-        scaler.load_state_dict(state)
     return _batches(entry, runtime)
 
 

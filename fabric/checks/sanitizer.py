@@ -19,19 +19,19 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias, final
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from fabric.checks.agreement import Fact, Losses, SanitizerError, Value, compare
+from fabric.checks.agreement import Fact, SanitizerError, Value, compare
 from fabric.checks.check import Check, Moments
 from fabric.checks.facts import Parameters, gradients_of, names_in, options_of, weights_and_states
 from fabric.checks.forward_weights import ForwardWeights, is_compiled
 from fabric.checks.steps import StepCounter
-from fabric.checks.unaveraged import UnaveragedOptimizers
+from fabric.checks.strangers import Strangers
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.collectives.comparing import compare_collectives
 from fabric.strategies.prepared import Prepared
@@ -63,7 +63,7 @@ class WatchedSteps:
 
 @final
 class Sanitizer(Check):
-    """Attaches the watch to the steps that are watched.
+    """Tells the watch what was set up, and attaches it to the steps that are watched.
 
     `steps`: the counters of all prepared optimizers; `models`: all that are set up. `is_comparable(model)`: whether all
     ranks set it up, and call `fabric.backward` together. `has_whole_gradients(model)`: whether every rank has the
@@ -82,80 +82,43 @@ class Sanitizer(Check):
         has_whole_gradients: Callable[[Prepared], bool],
         sees_collectives: bool,
     ) -> None:
-        self._watched, self._moments, self._steps, self._models = WatchedSteps(sanitize), moments, steps, models
-        self._is_comparable = is_comparable
-        self._has_whole_gradients, self._sees_collectives = has_whole_gradients, sees_collectives
-        self._watch: _Watch | None = None
-        self._unaveraged: UnaveragedOptimizers | None = None
-        self._first = 0
-        """Synchronised backwards before the step that counts as 1."""
+        self._is_comparable, self._has_whole_gradients = is_comparable, has_whole_gradients
+        self._is_always = sanitize == "always"
+        self._watch_of = partial(_Watch, WatchedSteps(sanitize), moments, steps, models, sees_collectives)
 
     def connected(self, runtime: Runtime) -> None:
-        self._watch = _Watch(runtime, self._moments, self._steps, self._sees_collectives, self._end_if_over)
-        self._moments.due = self._begin
-        if self._sees_collectives:
-            self._unaveraged = UnaveragedOptimizers(runtime, self._steps, self._models)
-        if self._watched.sanitize == "always":
-            self._begin()
-            self.watch.compare_collectives()
+        self._watch = self._watch_of(runtime)
+        if self._is_always:
+            self._watch.begin()
+            self._watch.compare_collectives()
 
     def model_set_up(self, model: Prepared) -> None:
         if self._is_comparable(model):
-            self.watch.add_model(model, has_whole_gradients=self._has_whole_gradients(model))
+            self._watch.add_model(model, has_whole_gradients=self._has_whole_gradients(model))
 
     def optimizers_set_up(self, optimizers: Mapping[Optimizer, StateAccess]) -> None:
-        self.watch.add_optimizers(optimizers)
-        if self.watch.has_models:
-            self._first = self._moments.num_backwards
-            self._begin()
+        self._watch.add_optimizers(optimizers)
 
     def loader_set_up(self, loader: Iterable[Any], is_split: bool) -> None:
-        if not is_split:
-            self.watch.reads_same_data = True
-
-    @property
-    def watch(self) -> _Watch:
-        """The check that is attached in watched steps."""
-        assert self._watch is not None, "connected"
-        return self._watch
-
-    def _begin(self) -> None:
-        self._moments.due_at = sys.maxsize
-        if self.watch not in self._moments.checks:
-            self.watch.attach()
-            self._moments.add(self.watch)
-            if self._unaveraged is not None:
-                self._unaveraged.attach()
-                self._moments.add(self._unaveraged)
-
-    def _end(self) -> None:
-        self._moments.remove(self.watch)
-        if self._unaveraged is not None:
-            self._moments.remove(self._unaveraged)
-
-    def _end_if_over(self) -> None:
-        """End the watch, and plan the next one, if neither the step of the last backward nor the next is watched."""
-        number = self._moments.num_backwards - self._first
-        if number not in self._watched and number + 1 not in self._watched:
-            self._moments.due_at = self._first + self._watched.after(number) - 1
-            self._end()
+        self._watch.reads_same_data |= not is_split
 
 
 @final
 class _Watch(Check):
-    """Compares after each synchronised backward, while it is attached. `end_if_over`: detaches it after the last step
-    that is watched."""
+    """Compares after each synchronised backward, while it is attached."""
 
     def __init__(
         self,
-        runtime: Runtime,
+        watched: WatchedSteps,
         moments: Moments,
         steps: Mapping[Optimizer, StepCounter],
+        models: Iterable[Prepared],
         sees_collectives: bool,
-        end_if_over: Callable[[], None],
+        runtime: Runtime,
     ) -> None:
-        self._runtime, self._moments, self._steps, self._end_if_over = runtime, moments, steps, end_if_over
+        self._watched, self._moments, self._steps, self._runtime = watched, moments, steps, runtime
         self._sees_collectives = sees_collectives
+        self._strangers = Strangers(runtime, models)
         self._everyone = tuple(range(runtime.world.size))
         self._models: list[tuple[Prepared, Parameters]] = []
         """Each with its parameters as they were set up."""
@@ -164,8 +127,11 @@ class _Watch(Check):
         self._forward_weights: list[ForwardWeights] = []
         self._access: dict[Optimizer, StateAccess] = {}
         self.reads_same_data = runtime.share.count != runtime.world.size
-        self._collectives: ExitStack | None = None
-        self._hook: RemovableHandle | None = None
+        self._attached = ExitStack()
+        """Undoes what was attached."""
+        self._compares_collectives = False
+        self._first = 0
+        """Synchronised backwards before the step that counts as 1."""
         self._stepped: dict[Optimizer, int] = {}
         """Optimizers that have stepped since the last comparison, and how many steps each has taken."""
         self._held: dict[Optimizer, set[int]] = {}
@@ -175,18 +141,12 @@ class _Watch(Check):
         """Optimizers that were there at an earlier comparison, and so may have states."""
         self._gradients: dict[Fact, Value] = {}
         self._equal_after = ""
-        self._has_raised = False
         self._is_counted_here = False
         """Whether the present step is counted by itself, not by a backward."""
         self._batches = ""
         """A digest of the batches since the last backward."""
         self._equal_data: set[str] | None = set()
         """What was the same on all ranks, of batches or losses. None: once something was not."""
-
-    @property
-    def has_models(self) -> bool:
-        """Whether there is anything to compare."""
-        return bool(self._models)
 
     def add_model(self, model: Prepared, *, has_whole_gradients: bool) -> None:
         """Compare this model, too."""
@@ -196,36 +156,60 @@ class _Watch(Check):
         self._forward_weights.append(ForwardWeights(model.module))
 
     def add_optimizers(self, optimizers: Mapping[Optimizer, StateAccess]) -> None:
-        """Compare their options and states, too."""
+        """Compare their options and states, too, and count steps from here."""
         self._access.update(optimizers)
         self._held.update({each: set(map(id, parameters_of(each))) for each in optimizers})
+        if self._models:
+            self._first = self._moments.num_backwards
+            self.begin()
 
-    def attach(self) -> None:
-        """Look at the steps of all optimizers, also of those that were not set up."""
-        self._hook = register_optimizer_step_pre_hook(self._stepping)
+    def begin(self) -> None:
+        """Watch the next step."""
+        self._moments.due_at, self._moments.due = sys.maxsize, self.begin
+        if self not in self._moments.checks:
+            self._attached.callback(register_optimizer_step_pre_hook(self._stepping).remove)
+            self._moments.add(self)
 
-    def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
-        self.compare_collectives()
-        if not is_compiled(loss):
-            for each in self._forward_weights:
-                each.attach()
+    def _end_if_over(self) -> None:
+        """End the watch, and plan the next one, if neither the step of the last backward nor the next is watched."""
+        number = self._moments.num_backwards - self._first
+        if number not in self._watched and number + 1 not in self._watched:
+            self._moments.due_at = self._first + self._watched.after(number) - 1
+            self._moments.remove(self)
+
+    def removed(self) -> None:
+        self._attached.close()
+        self._compares_collectives = False
+        for each in self._forward_weights:
+            each.remove()
 
     def compare_collectives(self) -> None:
         """Compare each collective before it runs, until the watch is detached."""
-        if self._sees_collectives and self._collectives is None:
-            self._collectives = ExitStack()
-            self._collectives.enter_context(compare_collectives())
+        if self._sees_collectives and not self._compares_collectives:
+            self._compares_collectives = True
+            self._attached.enter_context(compare_collectives())
 
     def batch_received(self, batch: Any, source: object) -> None:
         if tensors := tensors_in(batch):
             self._batches += f"{digest_of_all(tensors)} "
 
+    def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
+        self._strangers.before_backward()
+        self.compare_collectives()
+        if not is_compiled(loss):
+            for each in self._forward_weights:
+                each.attach()
+
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
+        self._strangers.after_backward()
         if is_synchronised:
             number = float(loss.detach().sum())
             data, self._batches = self._batches or number.hex(), ""
-            self._judge(self._compare(number, data), data)
+            self._judge(*self._compare(number, data), data)
             self._end_if_over()
+
+    def gradients_averaged(self, parameters: Iterable[Tensor]) -> None:
+        self._strangers.averaged.update(map(id, parameters))
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._stepped[optimizer] = self._steps[optimizer].num_steps
@@ -234,67 +218,36 @@ class _Watch(Check):
             self._end_if_over()
 
     def closing(self) -> None:
-        if not self._has_raised:  # the program has caught it
-            self._compare()
-
-    def removed(self) -> None:
-        if self._collectives is not None:
-            self._collectives.close()
-            self._collectives = None
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-        for each in self._forward_weights:
-            each.remove()
-
-    def _refuse_replaced(self, optimizer: Optimizer) -> None:
-        """Raise SanitizerError if a parameter is another object than that which the strategy has sharded."""
-        for model, before in self._models:
-            if any(model is each for each in self._whole) or not model.holds(optimizer):
-                continue
-            now = dict(model.module.named_parameters(remove_duplicate=False))
-            names = [name for name, parameter in before.items() if now.get(name, parameter) is not parameter]
-            if names:
-                raise SanitizerError(
-                    _REPLACED.format(model=type(model.module).__name__, names=", ".join(map(repr, names[:5])))
-                )
+        self._compare()
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before the hooks of the optimizer, which may remove gradients that other ranks own."""
         if self._runtime.backward.is_running:
-            self._refuse_within_backward(optimizer)
+            for model, _ in self._models:
+                if not model.sync.averages_before_hooks and model.holds(optimizer):
+                    raise SanitizerError(_WITHIN.format(optimizer=type(optimizer).__name__))
         if optimizer not in self._access:
+            self._strangers.step(optimizer)
             return
         if optimizer in self._stepped:  # no synchronised `fabric.backward` since its last step
             self._moments.num_backwards += 1
             self._compare()
             self._is_counted_here = True
-        self._refuse_replaced(optimizer)
         models = [model for model in self._whole if model.holds(optimizer)]
         names = names_in(models or (model for model, _ in self._models))
-        if models:
-            self._gradients.update(gradients_of(optimizer, names, self._everyone))
-        elif added := {id(each) for each in parameters_of(optimizer)} - self._held[optimizer] - names.keys():
-            self._gradients.update(gradients_of(optimizer, names, self._everyone, added))
+        among = {id(each) for each in parameters_of(optimizer)}
+        if not models:
+            among -= self._held[optimizer] | names.keys()
+        self._gradients.update(gradients_of(optimizer, names, self._everyone, among))
 
-    def _refuse_within_backward(self, optimizer: Optimizer) -> None:
-        """Raise SanitizerError if gradients are averaged after the optimizer has stepped with them."""
-        for model, _ in self._models:
-            if not model.sync.averages_before_hooks and model.holds(optimizer):
-                raise SanitizerError(
-                    _WITHIN.format(optimizer=type(optimizer).__name__, model=type(model.module).__name__)
-                )
-
-    def _compare(self, loss: float = 0.0, data: str = "") -> Losses:
-        """Raises: SanitizerError, on every rank. Ranks: all."""
+    def _compare(self, loss: float = 0.0, data: str = "") -> tuple[bool, int]:
+        """See `agreement.compare`. Raises: SanitizerError, on every rank. Ranks: all."""
         if not self._models:
-            return Losses(is_same_data=False, num_nonfinite=0)
+            return False, 0
         stepped, self._stepped = self._stepped, {}
-        facts: dict[Fact, Value] = {}
+        facts, self._gradients = self._gradients, {}
         for optimizer in self._access:
             facts |= options_of(optimizer, self._steps[optimizer].num_steps, self._everyone)
-        facts |= self._gradients
-        self._gradients = {}
         stateful = {
             optimizer: access
             for optimizer, access in self._access.items()
@@ -305,19 +258,17 @@ class _Watch(Check):
         when = ", ".join(f"step {number} of `{type(optimizer).__name__}`" for optimizer, number in stepped.items())
         when = f"after {when}" if when else "in a backward" if self._equal_after else "in a first backward"
         since = f"They were equal {self._equal_after}." if self._equal_after else "It is the first comparison."
-        self._has_raised = True
-        losses = compare(self._runtime.collective, facts, loss, data, when, since)
-        self._has_raised = False
+        found = compare(self._runtime.collective, facts, loss, data, when, since)
         self._equal_after = when
-        return losses
+        return found
 
-    def _judge(self, losses: Losses, data: str) -> None:
+    def _judge(self, is_same_data: bool, num_nonfinite: int, data: str) -> None:
         """Report losses that are not finite, and ranks that should read different data and read the same."""
-        if losses.num_nonfinite:
-            self._runtime.report(_NOT_FINITE.format(number=losses.num_nonfinite, size=len(self._everyone)))
+        if num_nonfinite:
+            self._runtime.report(f"The loss is not finite on {num_nonfinite} of {len(self._everyone)} ranks.")
         if self._equal_data is None or self.reads_same_data:
             return
-        if not losses.is_same_data:
+        if not is_same_data:
             self._equal_data = None
             return
         self._equal_data.add(data)
@@ -327,16 +278,10 @@ class _Watch(Check):
 
 
 _WITHIN = (
-    "`{optimizer}.step()` within a backward, in a hook of a parameter of `{model}`: its gradient is averaged over the "
-    "ranks later, so replicas would drift apart. Step after `fabric.backward(loss)`; or pass `strategy='fsdp'`, where "
-    "a hook on a parameter gets averaged gradients."
-)
-_REPLACED = (
-    "Parameters of `{model}` were replaced after `fabric.setup`, and the strategy trains those that it has sharded: "
-    "{names}. Replace and parametrize before `setup`, or change the values in place: `parameter.copy_(...)`."
+    "`{optimizer}.step()` within a backward, in a hook of a parameter: its gradient is averaged over the ranks later. "
+    "Step after `fabric.backward(loss)`; or pass `strategy='fsdp'`, where such hooks get averaged gradients."
 )
 _NUM_STEPS = 3  # a head that starts from zeros gives one loss for all data, but not after a step
-_NOT_FINITE = "The loss is not finite on {number} of {size} ranks."
 _SAME_DATA = (
     "In their first steps all {size} ranks had the same batches or losses, to the last bit: they read the same "
     "samples. Pass the loader to `fabric.setup_dataloaders`, and iterate what it returns. Where the same data is meant "

@@ -9,17 +9,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn, final
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit code. 2: an option was wrong, and nothing was started."""
     parsed = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+    command = getattr(import_module(f"fabric.cli.{parsed.command}"), parsed.command)
     try:
-        return {"run": _run, "doctor": _doctor, "consolidate": _consolidate}[parsed.command](parsed)
+        code: int = command(parsed)
     except (TypeError, ValueError) as error:
         print(f"fabric {parsed.command}: {error}", file=sys.stderr)
         return 2
+    return code
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,24 +54,6 @@ class _Version(argparse.Action):
         torch, ours = metadata.version("torch"), metadata.version("torchfabric")
         print(f"torchfabric {ours}, torch {torch}, Python {platform.python_version()}")
         whole.exit()
-
-
-def _run(parsed: argparse.Namespace) -> int:
-    from fabric.cli.run import run
-
-    return run(parsed)
-
-
-def _doctor(parsed: argparse.Namespace) -> int:
-    from fabric.cli.doctor import doctor
-
-    return doctor(as_json=parsed.json, only_strategies=parsed.strategies)
-
-
-def _consolidate(parsed: argparse.Namespace) -> int:
-    from fabric.cli.consolidate import consolidate
-
-    return consolidate(parsed)
 
 
 def _add_consolidate(command: argparse.ArgumentParser) -> None:
@@ -109,7 +94,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     ):
         command.add_argument(f"--{option}", metavar=metavar, help=help_text)
     command.add_argument(
-        "--prefix-output", action="store_const", const="True", help="show the rank before each line that it prints"
+        "--prefix-output", action="store_const", const=True, help="show the rank before each line that it prints"
     )
     command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in `python -m`")
     command.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")

@@ -6,33 +6,37 @@ or as JSON. It imports torch, and initialises no device.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from fabric.cli.clusters import clusters
 from fabric.cli.strategies import describe_strategy, show_strategies
+from fabric.cli.tables import NotedTable
 from fabric.configure.machine import Found, Machine
 from fabric.configure.request import Request
+from fabric.launchers.process.os_process import num_cores
 from fabric.launchers.registry import LAUNCHERS
 from fabric.strategies.accelerators.registry import accelerators
 from fabric.strategies.registered import Registration
 from fabric.strategies.registry import strategy_registrations
 
 
-def doctor(*, as_json: bool, only_strategies: bool = False) -> int:
+def doctor(parsed: argparse.Namespace) -> int:
     """Print the report, or only its part on strategies; returns the exit code 0."""
     machine = Machine.look(os.environ, Request())
     everything = replace(machine, found=tuple(Found.look(accelerator) for accelerator in accelerators()))
     found = report(everything, strategy_registrations())
-    if as_json:
-        print(json.dumps({"strategies": found["strategies"]} if only_strategies else found, indent=2))
-    elif only_strategies:
+    if parsed.json:
+        print(json.dumps({"strategies": found["strategies"]} if parsed.strategies else found, indent=2))
+    elif parsed.strategies:
         show_strategies(found["strategies"])
     else:
         _show(found)
@@ -46,8 +50,7 @@ def report(machine: Machine, strategies: Mapping[str, Registration]) -> dict[str
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": f"{machine.system} {platform.release()}",
-        "cores": machine.num_cores,
-        "memory_bytes": _memory_bytes(),
+        "cores": num_cores(),
         "started_by": None if world is None else {"launcher": world.launcher, "rank": world.rank, "size": world.size},
         "variables": list(machine.variables),
         "accelerators": [
@@ -55,7 +58,7 @@ def report(machine: Machine, strategies: Mapping[str, Registration]) -> dict[str
             for found in machine.found
         ],
         "launchers": [
-            {"name": row.name, "description": row.description, "why_not": row.why_not(machine.program, machine.system)}
+            {"name": row.name, "description": row.description, "why_not": row.why_not(machine.program)}
             for row in LAUNCHERS.values()
             if row.is_written
         ],
@@ -64,22 +67,10 @@ def report(machine: Machine, strategies: Mapping[str, Registration]) -> dict[str
     }
 
 
-def _memory_bytes() -> int | None:
-    """Bytes of main memory; None if the system does not report it."""
-    sysconf: Callable[[str], int] | None = getattr(os, "sysconf", None)  # Windows has none
-    return None if sysconf is None else sysconf("SC_PHYS_PAGES") * sysconf("SC_PAGE_SIZE")
-
-
 def _show(found: Mapping[str, Any]) -> None:
-    from rich.console import Console
-
     console = Console()
-    memory = "" if found["memory_bytes"] is None else f", {found['memory_bytes'] / 2**30:.1f} GiB of memory"
-    console.print(
-        f"[bold]Python[/] {found['python']}, [bold]torch[/] {found['torch']}, {found['system']}, {found['cores']} cores"
-        f"{memory}",
-        highlight=False,
-    )
+    versions = f"[bold]Python[/] {found['python']}, [bold]torch[/] {found['torch']}"
+    console.print(f"{versions}, {found['system']}, {found['cores']} cores", highlight=False)
     world = found["started_by"]
     console.print(
         "No launcher's variables in the environment: a script run from here starts its own processes."
@@ -87,45 +78,33 @@ def _show(found: Mapping[str, Any]) -> None:
         else f"Rank {world['rank']} of {world['size']}, started by {world['launcher']}: {' '.join(found['variables'])}",
         highlight=False,
     )
-    _table(
-        console,
-        ("accelerator", "here"),
-        [(row["name"], str(row["devices"]), row["why_not"]) for row in found["accelerators"]],
+    _print_table(console, ("accelerator", "here"), found["accelerators"], lambda row: (str(row["devices"]),))
+    _print_table(
+        console, ("launcher", "here", "what it does"), found["launchers"], lambda row: ("yes", row["description"])
     )
-    _table(
-        console,
-        ("launcher", "here", "what it does"),
-        [(row["name"], "yes", row["description"], row["why_not"]) for row in found["launchers"]],
-    )
-    _table(
-        console,
-        ("started by", "here", "command"),
-        [(row["name"], "yes", row["command"], row["why_not"]) for row in found["clusters"]],
-    )
-    _table(
+    _print_table(console, ("started by", "here", "command"), found["clusters"], lambda row: ("yes", row["command"]))
+    _print_table(
         console,
         ("strategy", "here", "what it is"),
-        [(row["name"], ", ".join(row["runs_on"]), row["description"], row["why_not"]) for row in found["strategies"]],
+        found["strategies"],
+        lambda row: (", ".join(row["runs_on"]), row["description"]),
     )
 
 
-def _table(console: Any, columns: tuple[str, ...], rows: list[tuple[str | None, ...]]) -> None:
-    """Print one table, and below it the numbered reasons that its cells refer to.
-
-    `rows`: a cell for each column, then the reason, or None.
-    """
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    sentences: dict[str, int] = {}
-    name_column, *others = columns
-    table = Table(Column(name_column, no_wrap=True), *(Column(column, overflow="fold") for column in others))
-    for name, here, *cells, why_not in rows:
-        if why_not is not None:
-            here = f"no ({sentences.setdefault(why_not, len(sentences) + 1)})"
-        style = "bold green" if why_not is None else "dim"
-        table.add_row(Text(name or "", style=style), *(Text(cell or "") for cell in (here, *cells)))
-    console.print(table)
-    for sentence, number in sentences.items():
-        # Not wrapped, so that commands can be copied.
-        console.print(f"({number}) {sentence}", highlight=False, markup=False, soft_wrap=True)
+def _print_table(
+    console: Console,
+    columns: tuple[str, ...],
+    rows: Sequence[Mapping[str, Any]],
+    cells_of: Callable[[Mapping[str, Any]], tuple[str, ...]],
+) -> None:
+    """Print a row for each of `rows`; `cells_of`: where it can run, and the other cells."""
+    table = NotedTable(*columns)
+    for row in rows:
+        here, *others = cells_of(row)
+        why_not = row["why_not"]
+        table.add(
+            row["name"],
+            [here if why_not is None else f"no {table.note(why_not)}", *others],
+            can_run=why_not is None,
+        )
+    table.print(console)

@@ -10,6 +10,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, get_args
 
+from rich.console import Console
+
+from fabric.cli.tables import NotedTable
 from fabric.configure.machine import Machine
 from fabric.configure.request import Request
 from fabric.configure.resolve import resolve
@@ -62,31 +65,16 @@ def _precisions(strategy: Strategy, accelerator: Accelerator, machine: Machine) 
 
 def show_strategies(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a row for each strategy: its precisions, the capabilities it lacks, and the number of each reason."""
-    from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    console = Console()
-    sentences: dict[str, int] = {}
-
-    def number(sentence: str) -> int:
-        return sentences.setdefault(sentence, len(sentences) + 1)
-
-    shown = Table(Column("strategy", no_wrap=True), "precisions", "unsupported")
+    console, table = Console(), NotedTable("strategy", "precisions", "unsupported")
     for row in rows:
         here = [
             f"{name}: {'all' if len(words) == len(_WORDS) else ', '.join(words)}"
             for name, words in row["precisions"].items()
         ]
-        lacks = [f"{word} ({number(sentence)})" for word, sentence in row["lacks"].items()]
-        shown.add_row(
-            Text(row["name"], style="dim" if row["why_not"] else "bold green"),
-            "; ".join(here) or f"not here ({number(row['why_not'])})",
-            ", ".join(lacks),
-        )
-    console.print(shown)
-    for sentence, its_number in sentences.items():
-        console.print(f"({its_number}) {sentence[0].upper()}{sentence[1:]}", highlight=False, markup=False)
+        precisions = "; ".join(here) or f"not here {table.note(row['why_not'])}"
+        lacks = ", ".join(f"{word} {table.note(sentence)}" for word, sentence in row["lacks"].items())
+        table.add(row["name"], [precisions, lacks], can_run=row["why_not"] is None)
+    table.print(console)
     console.print("\nCapabilities:", highlight=False)
     for word, meaning in CAPABILITIES.items():
         console.print(f"  {word}: {meaning}", highlight=False, markup=False)

@@ -6,12 +6,21 @@ Only arguments that Python or torch would misinterpret are checked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, TypedDict, get_args
 
 from torch import nn
 from torch.optim import Optimizer
 
 from fabric.strategies.data.share import Uneven, Use
+
+
+class LoaderOptions(TypedDict, total=False):
+    """The options of `setup_dataloaders`."""
+
+    use_distributed_sampler: bool
+    move_to_device: bool
+    use: Use | None
+    uneven: Uneven | None
 
 
 def check_module(module: object) -> None:
@@ -34,21 +43,14 @@ def check_word(method: str, argument: str, word: object, words: Any) -> None:
         raise ValueError(f"`{method}({argument}={word!r})`: write one of {known}, or None.")
 
 
-def check_loader_options(use: object, uneven: object, *, dispatch: bool, distribute: bool) -> None:
+def check_loader_options(use: object, uneven: object) -> None:
     """Raise ValueError for unknown options of `setup_dataloaders`, or ones that contradict each other."""
     check_word("setup_dataloaders", "use", use, Use)
     check_word("setup_dataloaders", "uneven", uneven, Uneven)
-    trains = use in (None, "train")
-    if uneven not in (None, "repeat") and not trains:
+    if uneven not in (None, "repeat") and use not in (None, "train"):
         raise ValueError(
             f"`setup_dataloaders(uneven={uneven!r}, use={use!r})`: every rank evaluates all of its batches. Leave "
             "`uneven` out, or write `uneven='repeat'`, with which all ranks run equally many forwards."
-        )
-    if dispatch and ((uneven is not None and (trains or uneven != "repeat")) or not distribute):
-        other = f"uneven={uneven!r}" if uneven is not None else "use_distributed_sampler=False"
-        raise ValueError(
-            f"`setup_dataloaders(dispatch=True, {other})`: rank 0 reads for all ranks, so none has a loader of its "
-            "own. Pass one of the two."
         )
 
 

@@ -20,8 +20,6 @@ from fabric.strategies.strategy import Strategy
 Conflict: TypeAlias = Callable[[Request, Machine], str | None]
 
 _LOOKED_FOR = ", ".join(words for environment in ENVIRONMENTS if (words := environment.looked_for))
-_PLACE_OPTIONS = {"node_rank": "--node-rank", "main_address": "--main-address", "main_port": "--main-port"}
-_PLACE_VARIABLES = {"node_rank": "NODE_RANK", "main_address": "MASTER_ADDR", "main_port": "MASTER_PORT"}
 
 
 def launcher_against_the_world(request: Request, machine: Machine) -> str | None:
@@ -54,13 +52,9 @@ def nodes_against_the_world(request: Request, machine: Machine) -> str | None:
 
 def output_against_a_foreign_world(request: Request, machine: Machine) -> str | None:
     """Options for the output of ranks that another launcher has started."""
-    written = f"log_dir={request.log_dir!r}" if request.log_dir is not None else "prefix_output=True"
-    if (
-        machine.world is None
-        or machine.world.launcher in OURS
-        or (request.log_dir is None and not request.prefix_output)
-    ):
+    if machine.world is None or machine.world.launcher in OURS or not (request.log_dir or request.prefix_output):
         return None
+    written = f"log_dir={request.log_dir!r}" if request.log_dir else "prefix_output=True"
     return (
         f"`{written}` is for ranks that fabric starts, but {describe_world(machine)}, which owns their output. Leave "
         "it out, and use that launcher's own options, such as `srun --output=rank-%t.log` or `torchrun --log-dir`."
@@ -68,42 +62,27 @@ def output_against_a_foreign_world(request: Request, machine: Machine) -> str | 
 
 
 def place_of_a_node(request: Request, machine: Machine) -> str | None:
-    """Node rank and address of node 0: where they are not needed, missing, given twice, or out of range."""
-    options = ((option, getattr(request, name)) for name, option in _PLACE_OPTIONS.items())
-    written = " ".join(f"{option} {value}" for option, value in options if value is not None)
-    if machine.world is not None:
-        if machine.world.launcher in OURS or not written:
-            return None
-        return (
-            f"`{written}` sets the rank or address of a node, but {describe_world(machine)}, which sets them. Leave it "
-            "out."
-        )
-    nodes = request.num_nodes
-    if nodes == 1:
-        if not written:
-            return None
-        return f"`{written}` is for several nodes, but `num_nodes=1`. Add `--num-nodes`, or leave it out."
-    places = {name: (getattr(request, name), getattr(machine, name)) for name in _PLACE_OPTIONS}
-    for name, (typed, found) in places.items():
-        if typed is not None and found is not None and typed != found:
-            return (
-                f"`{_PLACE_OPTIONS[name]} {typed}` was written, but `{_PLACE_VARIABLES[name]}={found}` is in the "
-                "environment. Leave one of them out."
-            )
-    missing = [name for name, place in places.items() if place == (None, None)]
-    if missing:
-        return (
-            f"`num_nodes={nodes}` needs the rank of this node and the address and port of node 0; missing: "
-            f"{', '.join(f'{_PLACE_OPTIONS[name]} ({_PLACE_VARIABLES[name]})' for name in missing)}. On each node, run "
-            f"`fabric run --num-nodes {nodes} --node-rank N --main-address HOST --main-port 29500 SCRIPT`, N from 0 to "
-            f"{nodes - 1} and HOST being node 0; or set the variables; or start it with torchrun or srun."
-        )
-    rank = next(each for each in places["node_rank"] if each is not None)
-    if rank < nodes:
+    """Node rank and address of node 0: where they are not needed, or missing."""
+    place = {
+        "--node-rank": request.node_rank,
+        "--main-address": request.main_address,
+        "--main-port": request.main_port,
+    }
+    written = " ".join(f"{option} {value}" for option, value in place.items() if value is not None)
+    world, nodes = machine.world, request.num_nodes
+    if world is not None and world.launcher in OURS:
+        return None
+    if world is not None or nodes == 1:
+        why = describe_world(machine) if world is not None else "`num_nodes=1`"
+        said = f"`{written}` is for several nodes that fabric starts, but {why}. Add `--num-nodes`, or leave it out."
+        return said if written else None
+    missing = [option for option, value in place.items() if value is None]
+    if not missing:
         return None
     return (
-        f"This node's rank is {rank}, but with `num_nodes={nodes}` ranks of nodes are 0 to {nodes - 1}. Give each node "
-        "a different rank in that range."
+        f"`num_nodes={nodes}` needs the rank of this node and the address and port of node 0; missing: "
+        f"{', '.join(missing)}. On each node, run `fabric run --num-nodes {nodes} --node-rank N --main-address HOST "
+        f"--main-port 29500 SCRIPT`, N from 0 to {nodes - 1} and HOST being node 0; or start it with torchrun or srun."
     )
 
 
@@ -111,29 +90,25 @@ def launcher_against_the_program(request: Request, machine: Machine) -> str | No
     """A launcher that this program, or this system, cannot use."""
     if machine.world is not None or request.launcher not in OURS:
         return None
-    return launcher_row(request.launcher).why_not(machine.program, machine.system)
+    return launcher_row(request.launcher).why_not(machine.program)
 
 
 def restarts_that_no_launcher_makes(request: Request, machine: Machine) -> str | None:
-    """Restarts by another launcher than 'elastic', or of several nodes, between which our supervisors do not agree."""
-    written, world = request.max_restarts, machine.world
+    """Restarts of ranks that 'elastic' does not start, or of several nodes, between which supervisors do not agree."""
+    world, other = machine.world, None
+    if request.max_restarts is None and request.launcher != "elastic":
+        return None
     if world is not None:
-        if written is None or world.launcher in OURS:
-            return None
-        return (
-            f"`--max-restarts {written}` restarts ranks, but {describe_world(machine)}: only {world.launcher} can "
-            "restart them. Set the number of restarts there, and leave it out here."
-        )
-    if written is not None and request.launcher not in ("auto", "elastic"):
-        return (
-            f"`--max-restarts {written}` and `launcher={request.launcher!r}`: only 'elastic' restarts ranks. Leave one "
-            "of them out."
-        )
-    if request.num_nodes == 1 or (written is None and request.launcher != "elastic"):
+        other = describe_world(machine) if world.launcher not in OURS else None
+    elif request.num_nodes > 1:
+        other = f"`num_nodes={request.num_nodes}`"
+    elif request.launcher not in ("auto", "elastic"):
+        other = f"`launcher={request.launcher!r}`"
+    if other is None:
         return None
     return (
-        f"`num_nodes={request.num_nodes}` and `launcher='elastic'`: it restarts the ranks of one node only. Start each "
-        f"node with `torchrun --nnodes {request.num_nodes} --max-restarts N --rdzv-backend c10d ...`."
+        f"`--max-restarts` and `launcher='elastic'` are for ranks that fabric starts on one node, but {other}. Leave "
+        "one of them out, or start each node with `torchrun --nnodes N --max-restarts M --rdzv-backend c10d ...`."
     )
 
 
@@ -152,25 +127,21 @@ def strategy_against_the_launcher(strategy: Strategy, word: str, request: Reques
     own = [launcher for launcher in strategy.launchers if launcher != "inline"]
     if not own or set(own) == set(PER_DEVICE):
         return None
-    ways = " or ".join(map(repr, own))
-    # XLA has no such strategy: its replicas have one launcher.
-    another = "" if strategy.marks_steps else ", or write a strategy that leaves the launcher open, such as 'ddp'"
-    if machine.world is not None and machine.world.launcher not in own:
-        return (
-            f"`strategy={word}` starts its processes by {ways}, but {describe_world(machine)}. Start the script by "
-            f"itself{another}."
-        )
-    if request.launcher in OURS and request.launcher not in own:
-        return (
-            f"`strategy={word}` starts its processes by {ways}, but `launcher={request.launcher!r}` was written. Leave "
-            f"`launcher` out{another}."
-        )
-    if request.max_restarts is not None and machine.world is None:
-        return (
-            f"`strategy={word}` starts its processes by {ways}, and `--max-restarts {request.max_restarts}` by "
-            f"'elastic'. Leave it out{another}."
-        )
-    return None
+    if machine.world is not None:
+        other = describe_world(machine) if machine.world.launcher not in own else None
+    elif request.max_restarts is not None:
+        other = "`--max-restarts` by 'elastic'"
+    else:
+        is_other = request.launcher in OURS and request.launcher not in own
+        other = f"`launcher={request.launcher!r}` was written" if is_other else None
+    if other is None:
+        return None
+    # XLA has no strategy that leaves it open: its replicas have one launcher.
+    another = "" if strategy.marks_steps else ", or a strategy that leaves the launcher open, such as 'ddp'"
+    return (
+        f"`strategy={word}` starts its processes by {' or '.join(map(repr, own))}, but {other}. Choose one of the two"
+        f"{another}."
+    )
 
 
 def sanitize_against_the_strategy(strategy: Strategy, word: str, request: Request) -> str | None:

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed
 
-from fabric.configure import options
 from fabric.configure.request import Request
-from fabric.configure.run_options import node_variables
 from fabric.launchers.environments import ENVIRONMENTS, detect_world
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.ours import OursEnvironment
-from fabric.launchers.process.os_process import num_cores
 from fabric.launchers.process.program import Program, this_program
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
@@ -62,8 +59,6 @@ class Machine:
 
     found: tuple[Found, ...] = (Found(accelerator=CPUAccelerator(), num_devices=1),)
     """Every accelerator by name, the CPU among them, whether usable or not."""
-    num_cores: int = 1
-    """Cores this process may run on."""
     system: str = "Linux"
     """Linux, Darwin or Windows."""
     program: Program = _SCRIPT
@@ -77,10 +72,6 @@ class Machine:
     """The index of the device that a rank works on, once it has opened one."""
     own_device: int | None = None
     """In a world of one process inside a rank: the device that `devices=1` means."""
-    node_rank: int | None = None
-    """NODE_RANK, MASTER_ADDR and MASTER_PORT, for nodes that are started by hand. Read for several nodes only."""
-    main_address: str | None = None
-    main_port: int | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
     """The result of the requested strategy's `look_for_packages`."""
 
@@ -92,19 +83,14 @@ class Machine:
         contradict each other.
         """
         world = _world(environ, request)
-        place = {} if world is not None else node_variables(environ)
         return cls(
             found=tuple(Found.look(accelerator) for accelerator in _to_look_at(request.accelerator)),
-            num_cores=num_cores(),
             system=platform.system(),
             program=this_program(),
             world=world,
             variables=_variables(environ, world.launcher, request.environment) if world is not None else (),
             has_met_others=world is not None and world.size > 1 and _has_met_others(),
             current_device=_current_device() if world is not None else None,
-            node_rank=_read(place, "node_rank", "NODE_RANK", options.read_rank),
-            main_address=place.get("main_address"),
-            main_port=_read(place, "main_port", "MASTER_PORT", options.read_port),
             packages=_packages(request.strategy),
         )
 
@@ -178,7 +164,3 @@ def _current_device() -> int | None:
         return None
     is_open = torch.get_device_module(accelerator).is_initialized()
     return torch.accelerator.current_device_index() if is_open else None
-
-
-def _read(place: Mapping[str, str], word: str, variable: str, read: Callable[[object, str], int]) -> int | None:
-    return read(place[word], f"{variable}={place[word]}") if word in place else None

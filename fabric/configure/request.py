@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fabric.checks.check import Check
-from fabric.configure.options import DEFAULT_REPORT_AFTER_SECONDS, OPTIONS, Devices, Read, read_word
+from fabric.configure.options import DEFAULT_REPORT_AFTER_SECONDS, OPTIONS, Devices, Read, one_of, read_word
 from fabric.configure.run_options import options_in
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.ours import OursEnvironment
@@ -20,6 +20,8 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy
+
+T = TypeVar("T")
 
 _PRECISION = Precision.parse("32-true")
 
@@ -65,19 +67,31 @@ class Request:
         """
         written = {name: _READ[name](value, f"{name}={value!r}") for name, value in arguments.items() if name in _READ}
         typed = {name: _READ[name](value, f"{_option(name)} {value}") for name, value in options_in(environ).items()}
-        if _is_one_within_ours(cls(**written), environ):
+        ours = OursEnvironment()
+        if ours.detect(environ) and (world := ours.world(environ)).size > 1 and cls(**written).asks_for_one(world):
+            # The other options are for the ranks, not for a separate world of one process inside a rank.
             typed = {name: word for name, word in typed.items() if name in ("accelerator", "precision")}
-        plugins = each(arguments.get("plugins"), "plugins")
-        checks = tuple(plugin for plugin in plugins if isinstance(plugin, Check))
-        precision, environment = _split_plugins([plugin for plugin in plugins if not isinstance(plugin, Check)])
+        plugins = _several(arguments.get("plugins"))
+        for plugin in plugins:
+            if not isinstance(plugin, Precision | Environment | Check):
+                raise TypeError(
+                    f"`plugins` holds {plugin!r}, a `{type(plugin).__name__}`. Pass a `Precision`, an `Environment` or "
+                    "a `Check`; accelerators, strategies, loggers and callbacks have arguments of their own."
+                )
+        precision = _only([plugin for plugin in plugins if isinstance(plugin, Precision)])
         if precision is not None:
-            _add_precision(written, arguments, precision)
+            if written.get("precision", _PRECISION) not in (_PRECISION, precision):
+                raise ValueError(
+                    f"`precision={arguments['precision']!r}` and the plugin {precision.name!r} both set the precision. "
+                    "Pass one."
+                )
+            written["precision"] = precision
         return cls(
             **_merge(written, typed),
-            environment=environment,
-            checks=checks,
-            callbacks=each(arguments.get("callbacks"), "callbacks"),
-            loggers=each(arguments.get("loggers"), "loggers"),
+            environment=_only([plugin for plugin in plugins if isinstance(plugin, Environment)]),
+            checks=tuple(plugin for plugin in plugins if isinstance(plugin, Check)),
+            callbacks=_several(arguments.get("callbacks")),
+            loggers=_several(arguments.get("loggers")),
         )
 
     def asks_for_one(self, world: World) -> bool:
@@ -90,27 +104,15 @@ class Request:
         return self.strategy == "single_device" or (self.strategy == "auto" and world.local_size > 1)
 
 
-def _is_one_within_ours(request: Request, environ: Mapping[str, str]) -> bool:
-    """Whether our launcher made this process, which the options of `fabric run` are meant for, and the script asks for
-    a separate world of one process."""
-    ours = OursEnvironment()
-    if not ours.detect(environ):
-        return False
-    world = ours.world(environ)
-    return world.size > 1 and request.asks_for_one(world)
+def _several(value: object) -> tuple[Any, ...]:
+    """One object, several, or None, as a tuple."""
+    return tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
 
 
-def each(value: object, name: str) -> tuple[Any, ...]:
-    """One object, several, or None, as a tuple. Raises for a string, a class, and an object that is given twice."""
-    several = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
-    for position, one in enumerate(several):
-        if isinstance(one, str):
-            raise TypeError(f"`{name}` holds the string {one!r}. Pass the object itself.")
-        if isinstance(one, type):
-            raise TypeError(f"`{name}` holds the class `{one.__name__}`. Pass an instance, `{one.__name__}(...)`.")
-        if any(one is other for other in several[:position]):
-            raise ValueError(f"`{name}` holds {one!r} twice. Pass each object once.")
-    return several
+def _only(plugins: Sequence[T]) -> T | None:
+    if len(plugins) > 1:
+        raise ValueError(f"`plugins` holds two of the same kind: {plugins[0]!r} and {plugins[1]!r}. Pass one.")
+    return plugins[0] if plugins else None
 
 
 def _option(name: str) -> str:
@@ -139,50 +141,17 @@ def _shown(value: Any) -> Any:
     return value.name if isinstance(value, Precision) else value
 
 
-def _split_plugins(plugins: Sequence[Any]) -> tuple[Precision | None, Environment | None]:
-    kinds: dict[type, Any] = {}
-    for plugin in plugins:
-        kind = next((role for role in (Precision, Environment) if isinstance(plugin, role)), None)
-        if kind is None:
-            raise TypeError(
-                f"`plugins` holds {plugin!r}, a `{type(plugin).__name__}`. Pass a `Precision`, an `Environment` or a "
-                f"`Check`; accelerators, strategies, loggers and callbacks have arguments of their own."
-            )
-        if kind in kinds:
-            raise ValueError(f"`plugins` holds two of the same kind: {kinds[kind]!r} and {plugin!r}. Pass one.")
-        kinds[kind] = plugin
-    return kinds.get(Precision), kinds.get(Environment)
+def _word_or(kind: type) -> Read:
+    """Parses a name, or an object of this kind."""
 
-
-def _add_precision(written: dict[str, Any], arguments: Mapping[str, Any], plugin: Precision) -> None:
-    if written.get("precision", _PRECISION) not in (_PRECISION, plugin):
-        raise ValueError(
-            f"`precision={arguments['precision']!r}` and the plugin {plugin.name!r} both set the precision. Pass one."
-        )
-    written["precision"] = plugin
-
-
-def _read_accelerator(value: object, written: str) -> str | Accelerator:
-    return value if isinstance(value, Accelerator) else _word_or("an `Accelerator`", value, written)
-
-
-def _read_strategy(value: object, written: str) -> str | Strategy:
-    return value if isinstance(value, Strategy) else _word_or("a `Strategy`", value, written)
-
-
-def _word_or(kind: str, value: object, written: str) -> str:
-    if isinstance(value, str):
+    def read(value: object, written: str) -> object:
+        if isinstance(value, kind):
+            return value
+        if not isinstance(value, str):
+            raise TypeError(f"`{written}` is neither a name nor an instance of `{kind.__name__}`. Pass one of them.")
         return read_word(value, written)
-    made = f"`{value.__name__}()`, an instance" if isinstance(value, type) else f"a name or {kind}"
-    raise TypeError(f"`{written}` is neither a name nor {kind}. Pass {made}.")
 
-
-def _read_deterministic(value: object, written: str) -> bool | Literal["warn"]:
-    if value is True or value is False or value == "warn":
-        return value
-    raise ValueError(
-        f"`{written}`: write True, False, or 'warn' for a warning at operations that are not deterministic."
-    )
+    return read
 
 
 def _or_none(name: str) -> Read:
@@ -193,8 +162,8 @@ def _or_none(name: str) -> Read:
 _READ: Mapping[str, Read] = {
     **OPTIONS,
     **{name: _or_none(name) for name in ("timeout_seconds", "log_dir")},
-    "accelerator": _read_accelerator,
-    "strategy": _read_strategy,
+    "accelerator": _word_or(Accelerator),
+    "strategy": _word_or(Strategy),
     "precision": lambda value, written: Precision.parse(value),
-    "deterministic": _read_deterministic,
+    "deterministic": one_of(True, False, "warn"),
 }

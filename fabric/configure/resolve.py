@@ -57,11 +57,6 @@ class Resolved:
     topology: Topology
     """The number of processes and nodes."""
 
-    @property
-    def num_nodes(self) -> int:
-        """The number of machines."""
-        return self.topology.num_nodes
-
 
 def resolve(request: Request, machine: Machine) -> Resolved:
     """Choose and check everything that can be known before a process is started.
@@ -170,50 +165,28 @@ def _check_world(request: Request, machine: Machine, strategy: Strategy, word: s
     world, processes = machine.world, strategy.num_processes(num_devices)
     if world is None or processes == world.local_size:
         return
-    if request.devices == "auto":
-        raise ValueError(
-            f"`strategy={word}` runs {processes} process{'es' * (processes > 1)} on each node, but "
-            f"{describe_world(machine)}. Start {processes}, or write a strategy for several processes, such as 'ddp'."
-            f"{_beside(processes)}"
-        )
-    raise ValueError(
+    sentence = (
         f"`devices` and `strategy={word}` ask for {processes} process{'es' * (processes > 1)} on this node, but "
-        f"{describe_world(machine)}. Leave `devices` out, or start {processes}.{_beside(processes)}"
+        f"{describe_world(machine)}. Leave `devices` out, write a strategy for several processes, such as 'ddp', or "
+        f"start {processes}."
     )
-
-
-def _beside(processes: int) -> str:
-    """What to write if one process beside the ranks was meant."""
-    if processes != 1:
-        return ""
-    return (
-        " For a separate world of one process, create `Fabric(devices=1, strategy='single_device')` after the "
-        "`launch()` of the fabric that has all ranks."
-    )
+    if processes == 1:
+        sentence += (
+            " For a separate world of one process, create `Fabric(devices=1, strategy='single_device')` after the "
+            "`launch()` of the fabric that has all ranks."
+        )
+    raise ValueError(sentence)
 
 
 def _topology(request: Request, machine: Machine, num_processes: int) -> Topology:
     if machine.world is not None:
         return _topology_of(machine.world)
-    if request.num_nodes == 1:
-        return Topology(num_processes=num_processes, log_dir=request.log_dir, prefix_output=request.prefix_output)
-    rank, address, port = (
-        written if written is not None else found
-        for written, found in (
-            (request.node_rank, machine.node_rank),
-            (request.main_address, machine.main_address),
-            (request.main_port, machine.main_port),
-        )
-    )
-    assert isinstance(rank, int)  # all three, see nodes_without_a_place
-    assert isinstance(address, str)
-    assert isinstance(port, int)
     return Topology(
         num_processes=num_processes,
         num_nodes=request.num_nodes,
-        node_rank=rank,
-        main_address=address,
-        main_port=port,
+        node_rank=request.node_rank or 0,
+        main_address=request.main_address or "127.0.0.1",
+        main_port=request.main_port or 0,
         log_dir=request.log_dir,
         prefix_output=request.prefix_output,
     )
@@ -241,5 +214,5 @@ def _launcher(request: Request, machine: Machine, strategy: Strategy, topology: 
     if request.launcher != "auto" or set(PER_DEVICE) <= set(strategy.launchers):
         return request.launcher
     own = strategy.launchers[0]
-    _refuse(launcher_row(own).why_not(machine.program, machine.system))
+    _refuse(launcher_row(own).why_not(machine.program))
     return own

@@ -19,8 +19,6 @@ from types import ModuleType
 
 VARIABLE = "FABRIC_RUN"
 
-_BY_HAND = {"main_address": "MASTER_ADDR", "main_port": "MASTER_PORT", "node_rank": "NODE_RANK"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramId:
@@ -49,12 +47,12 @@ def _main_of(module: ModuleType) -> str | None:
     return os.path.realpath(path) if path is not None else None
 
 
-def as_variable(options: Mapping[str, str], program: ProgramId) -> dict[str, str]:
+def as_variable(options: Mapping[str, str | bool], program: ProgramId) -> dict[str, str]:
     """The variable in which `program` will find the options."""
     return {VARIABLE: json.dumps({"arguments": program.arguments, "main": program.main, "options": dict(options)})}
 
 
-def options_in(environ: Mapping[str, str], program: ProgramId | None = None) -> dict[str, str]:
+def options_in(environ: Mapping[str, str], program: ProgramId | None = None) -> dict[str, str | bool]:
     """The options that `fabric run` was given for this program (or for `program`), as typed."""
     if VARIABLE not in environ:
         return {}
@@ -63,8 +61,3 @@ def options_in(environ: Mapping[str, str], program: ProgramId | None = None) -> 
     same_line = here.arguments == tuple(carried["arguments"])
     same_main = here.main is not None and here.main == carried["main"]
     return dict(carried["options"]) if same_line or same_main else {}
-
-
-def node_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables with which a person who starts each node by hand sets its rank and the address of node 0."""
-    return {word: environ[variable] for word, variable in _BY_HAND.items() if environ.get(variable)}

@@ -10,14 +10,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import islice
 from typing import Any, Generic, TypeVar, final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.data.loop_progress import NOT_COUNTED, End, ReadAhead, RepeatedBatches
-from fabric.strategies.data.take import length_of, take
+from fabric.strategies.data.take import length_of, once
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.tensors.parameters import parameters_of
@@ -32,14 +33,10 @@ class Accumulation:
     def __init__(self) -> None:
         self.held: list[Prepared] = []
         """Models whose gradients are not synchronised, once for each open context."""
-        self.is_unsynced = False
-        """Whether the last backward ran without synchronisation."""
-        self.kept: list[_Kept] = []
+        self.kept: dict[nn.Module, _Kept] = {}
         """Models whose last backward left gradients on the rank that computed them."""
         self.repeated: RepeatedBatches | None = None
         """Set once a loader may repeat batches on ranks whose data has ended."""
-        self._window: Window[Any] | None = None
-        self._steps_of: tuple[Prepared, ...] = ()
         self._guarded: dict[Optimizer, Callable[[], None]] = {}
         self.note_batch: Callable[[Any, object], None] | None = None
         """Called with each micro-batch that the loop receives, and this object."""
@@ -58,16 +55,16 @@ class Accumulation:
 
     def note_backward(self, models: Sequence[Prepared], *, is_named: bool) -> None:
         """After a backward of a loss of these models; of which of them is not known, unless the user has named them."""
-        self.is_unsynced = bool(self.held)
-        if is_named or len(models) == 1:
-            self.kept = [each for each in self.kept if not any(each.model is model for model in models)]
-            self.kept += [_Kept(model) for model in models if any(model is each for each in self.held)]
+        held = [model for model in models if any(model is each for each in self.held)]
+        if is_named or len(held) in (0, len(models)):
+            for model in models:
+                self.kept.pop(model.module, None)
+            self.kept.update({model.module: _Kept(model) for model in held})
 
     def windows(
         self,
         batches: Iterable[T],
         num_batches: int,
-        models: tuple[Prepared, ...],
         unsynced: Callable[[], AbstractContextManager[None]],
         ahead: ReadAhead,
     ) -> Iterator[Window[T]]:
@@ -76,14 +73,14 @@ class Accumulation:
         remaining = _Ahead(iter(batches), self.repeated, ahead)
         try:
             while remaining.has_next():
-                if self.is_unsynced and any(p.grad is not None for each in models for p in each.sync.parameters_held()):
+                if any(each.is_as_left(each.model.sync.parameters_held()) for each in self.kept.values()):
                     raise RuntimeError(_LEFT)
                 length = None if total is None else min(num_batches, total - taken)
-                self._steps_of, self._window = models, Window(remaining, num_batches, length, unsynced, self._note)
-                yield self._window
-                if self._window.num_read == 0:
+                window = Window(remaining, num_batches, length, unsynced, self._note)
+                yield window
+                if window.num_read == 0:
                     raise RuntimeError(_UNREAD)
-                taken += self._window.num_read
+                taken += window.num_read
             remaining.leave(is_complete=True)
         finally:
             remaining.leave(is_complete=False)
@@ -99,7 +96,8 @@ class Accumulation:
         for remove in self._guarded.values():
             remove()
         self._guarded.clear()
-        self._window, self._steps_of, self.is_unsynced, self.kept, self.repeated = None, (), False, [], None
+        self.kept.clear()
+        self.repeated = None
 
     def _note(self, batch: Any) -> None:
         if self.note_batch is not None:
@@ -108,16 +106,10 @@ class Accumulation:
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.repeated is not None and self.repeated.is_uncounted:
             raise RuntimeError(f"`{type(optimizer).__name__}.step()` {NOT_COUNTED}")
-        in_window = self.is_unsynced and any(model.holds(optimizer) for model in self._steps_of)
-        if in_window and self._window is not None:
-            if all(parameter.grad is None for parameter in parameters_of(optimizer)):
-                return
-            fault = _SKIPPED if self._window.is_complete else _EARLY.format(number=self._window.num_read)
-        elif any(each.model.holds(optimizer) and each.is_as_left(parameters_of(optimizer)) for each in self.kept):
-            fault = _KEPT_BACK
-        else:
-            return
-        raise RuntimeError(f"`{type(optimizer).__name__}.step()` {fault}")
+        if any(
+            each.model.holds(optimizer) and each.is_as_left(parameters_of(optimizer)) for each in self.kept.values()
+        ):
+            raise RuntimeError(f"`{type(optimizer).__name__}.step()` {_KEPT_BACK}")
 
 
 @final
@@ -133,7 +125,7 @@ class _Kept:
             if parameter.grad is not None
         }
 
-    def is_as_left(self, parameters: Sequence[Tensor]) -> bool:
+    def is_as_left(self, parameters: Iterable[Tensor]) -> bool:
         """Whether some gradient is as that backward left it: the user has neither averaged nor zeroed all of them."""
         left = [grad for each in parameters if (grad := each.grad) is not None]
         left = [grad for grad in left if self._versions.get(id(grad)) == grad._version]
@@ -158,11 +150,8 @@ class Window(Generic[T]):
     ) -> None:
         self._remaining, self._num_batches, self._length, self._unsynced = remaining, num_batches, length, unsynced
         self._note = note
-        self._was_asked = False
         self.num_read = 0
         """The number of micro-batches yielded so far."""
-        self.is_complete = False
-        """Whether the last one was yielded."""
 
     def __len__(self) -> int:
         """The number of micro-batches of this window, also for a shorter last window.
@@ -174,7 +163,6 @@ class Window(Generic[T]):
                 "`len(window)` over a loader without a length: the number is known only at the end of the window. "
                 "Write `fabric.backward(loss, weight=1)`, which divides by the number of micro-batches after the last."
             )
-        self._was_asked = True
         return self._length
 
     def __iter__(self) -> Iterator[T]:
@@ -194,13 +182,6 @@ class Window(Generic[T]):
                     batch = next(self._remaining)
                     is_last = self.num_read + 1 == self._num_batches or not self._remaining.has_next()
         self.num_read += 1
-        if self._was_asked and self.num_read != self._length:
-            raise RuntimeError(
-                f"`len(window)` said {self._length}, from the length of the loader, and the loader ended after "
-                f"{self.num_read} micro-batches. Give the loader its true length, or leave `len(window)` out and write "
-                "`fabric.backward(loss, weight=1)`."
-            )
-        self.is_complete = True
         self._note(batch)
         yield batch
 
@@ -210,7 +191,8 @@ class _Ahead(Iterator[T]):
     """An iterator that reads one item ahead, to know whether there is another."""
 
     def __init__(self, iterator: Iterator[T], repeated: RepeatedBatches | None, ahead: ReadAhead) -> None:
-        self._iterator, self._repeated, self._ahead = iterator, repeated, ahead
+        self._iterator: Iterator[T] = once(iterator)
+        self._repeated, self._ahead = repeated, ahead
         self._held: list[T] = []
         self._ends: list[End] = []
         """The iterations whose end was found."""
@@ -221,7 +203,7 @@ class _Ahead(Iterator[T]):
         if not self._held:
             before = None if self._repeated is None else self._repeated.take()
             with self._ahead.reading() as ends:
-                self._held = take(self._iterator, 1)
+                self._held = [*islice(self._iterator, 1)]
             self._ends += ends
             if self._repeated is not None and before is not None:
                 self._received = self._repeated.take()
@@ -242,20 +224,11 @@ class _Ahead(Iterator[T]):
         self._ends.clear()
 
 
-_EARLY = (
-    "within a window of `fabric.accumulate`, after {number} of its micro-batches and before the last: gradients were "
-    "not synchronised over the ranks. Step after the loop over the window; after a `break`, discard "
-    "its gradients with `optimizer.zero_grad()`."
-)
-_SKIPPED = (
-    "after a window of `fabric.accumulate` whose last micro-batch ran no backward: gradients of the earlier ones were "
-    "not synchronised over the ranks. Run a backward in each micro-batch; to skip one, "
-    "`fabric.backward(0 * loss)`, or `weight=0`."
-)
 _KEPT_BACK = (
-    "after a `fabric.backward` within `no_backward_sync`: gradients were not synchronised over the ranks, and each "
-    "would step with its own. Run the last micro-batch outside of it, or with `enabled=False`; "
-    "`optimizer.zero_grad()` discards the gradients, and averaging all of them by hand is allowed."
+    "after a `fabric.backward` that did not synchronise gradients over the ranks: it ran within `no_backward_sync`, or "
+    "before the last micro-batch of a window of `fabric.accumulate`. Run the last backward outside of "
+    "`no_backward_sync`, and one in each micro-batch, `fabric.backward(0 * loss)` to skip it; after a `break`, discard "
+    "the gradients with `optimizer.zero_grad()`. Averaging all of them by hand is allowed."
 )
 _LEFT = (
     "The previous window of `fabric.accumulate` was not finished, and its gradients would be added to this one's. "

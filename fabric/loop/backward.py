@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from fabric.checks.check import Moments
 from fabric.loop.accumulation import Accumulation
 from fabric.loop.setup import SetUp
 from fabric.loop.weighting import Weight, Weighting, check_weight
+from fabric.strategies.collectives.collective import CollectiveError
 from fabric.strategies.gradients.sync import backward_through
 from fabric.strategies.precision.forward_precision import casts
 from fabric.strategies.prepared import Prepared
@@ -64,11 +66,15 @@ class LossBackward:
             else:  # a batch that is repeated has the weight zero
                 counted, weight = (loss, check_weight(weight)) if factor else (loss * 0, 0.0 * check_weight(weight))
                 self._run_weighted(partial(backward, counted, *args, **kwargs), named, weight)
+        except (AssertionError, RuntimeError) as error:
+            if isinstance(error, CollectiveError | torch.OutOfMemoryError) or not _is_checkpointed(loss):
+                raise
+            raise RuntimeError(_REENTRANT.format(why=f"{type(error).__name__}: {error}")) from error
         finally:
             runtime.backward.is_running = False
         if runtime.loss_scaler is not None and is_synchronised:
             runtime.loss_scaler.finish_backward()
-        if accumulation.held or accumulation.kept or accumulation.is_unsynced:
+        if accumulation.held or accumulation.kept:
             accumulation.note_backward(named or list(self._set_up.models.values()), is_named=bool(named))
         moments.num_backwards += is_synchronised
         for moment in moments.after_backward:
@@ -106,6 +112,19 @@ class LossBackward:
         self._weighting.run(run, models, bare, weight, self._set_up.optimizers, is_synchronised=not num_held)
 
 
+def _is_checkpointed(loss: Tensor) -> bool:
+    """Whether the loss goes through reentrant activation checkpointing."""
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            if node.name() == "CheckpointFunctionBackward":
+                return True
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return False
+
+
 def _no_model(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(f"`fabric.backward(loss)` {NO_MODEL}")
 
@@ -122,6 +141,11 @@ _WEIGHT_OF_WHICH_MODEL = (
     "`fabric.backward(loss, weight=...)` with several models set up: a weight divides the gradients of the models that "
     "its loss goes through. Name them: `model=generator`, or `model=[encoder, decoder]` for a loss through both. "
     "Parameters outside of any module cannot be named: make them part of one, `self.temperature = nn.Parameter(...)`."
+)
+_REENTRANT = (
+    "Backward failed: {why}\nThe loss goes through `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. A "
+    "block that runs twice before its backward, in one forward or in two, then gives its weights their gradients "
+    "twice, which this strategy cannot synchronise. Pass `use_reentrant=False`."
 )
 _SYNCED_IN_PART = (
     "`fabric.backward(loss, weight=..., model=[...])` while some of the models are within `no_backward_sync` and "

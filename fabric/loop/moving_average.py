@@ -7,11 +7,12 @@ loaded, the average is written into the parameters, so that the strategy treats 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fabric.strategies.checkpoint.state import ShardedStateful, load_into, uncompiled
@@ -31,6 +32,10 @@ class MovingAverage(ShardedStateful):
     """
 
     def __init__(self, prepared: Prepared, decay: float) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(
+                f"`fabric.ema(model, decay={decay!r})`: a decay is a number from 0 to below 1, such as 0.999."
+            )
         self._prepared, self.decay = prepared, decay
         self.num_updates = 0
         """Number of updates so far."""
@@ -47,7 +52,7 @@ class MovingAverage(ShardedStateful):
 
         Ranks: all call it; no communication.
         """
-        self._refuse_applied("update")
+        self._refuse_applied("average.update()")
         weights = self._weights()
         if weights:
             self._average_over(self._averages, weights, self.num_updates)
@@ -59,15 +64,19 @@ class MovingAverage(ShardedStateful):
 
         For evaluation, and to save the averaged model. Copies the weights, without communication (under DeepSpeed the
         model's weights are all-gathered, as after a step). Ranks: all call it.
-        What changes them there, such as a step, is lost.
+        What changes them there is lost.
+
+        Raises: RuntimeError: in a step of these weights within the context.
         """
-        self._refuse_applied("applied")
+        self._refuse_applied("average.applied()")
         own = self._copies()
         self._is_applied = True
+        refusal = register_optimizer_step_pre_hook(self._refuse_step)
         try:
             self._write(self._averages)
             yield
         finally:
+            refusal.remove()
             self._write(own)
             self._is_applied = False
 
@@ -83,7 +92,7 @@ class MovingAverage(ShardedStateful):
         return self._read(self._prepared.state.read_module_shards)
 
     def load_sharded(self, content: Any) -> None:
-        self._refuse_applied("load_state_dict")
+        self._refuse_applied("average.load_state_dict()")
         own = self._copies()
         try:
             load_into(self._prepared.module, content["model"], strict=True, access=lambda _: self._prepared.state)
@@ -94,12 +103,8 @@ class MovingAverage(ShardedStateful):
 
     def _read(self, read: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         # The state shares the memory of the weights, which are restored.
-        module = uncompiled(self._prepared.module)
-        if self._is_applied:
-            state = {name: _copied(value) for name, value in read(module).items()}
-        else:
-            with self.applied():
-                state = {name: _copied(value) for name, value in read(module).items()}
+        with nullcontext() if self._is_applied else self.applied():
+            state = {name: _copied(value) for name, value in read(uncompiled(self._prepared.module)).items()}
         return {"model": state, "num_updates": self.num_updates}
 
     def _weights(self) -> list[Tensor]:
@@ -118,16 +123,13 @@ class MovingAverage(ShardedStateful):
         if self._prepared.trained is not None:
             self._prepared.trained.written()
 
-    def _refuse_applied(self, method: str) -> None:
+    def _refuse_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._prepared.optimizers or self._prepared.holds(optimizer):
+            self._refuse_applied(f"{type(optimizer).__name__}.step()")
+
+    def _refuse_applied(self, call: str) -> None:
         if self._is_applied:
-            raise RuntimeError(f"`average.{method}()` within `average.applied()`. Leave that context first.")
-
-
-def check_decay(decay: Any) -> float:
-    """Return the decay. Raises: ValueError: it is not a number from 0 to below 1."""
-    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
-        raise ValueError(f"`fabric.ema(model, decay={decay!r})`: a decay is a number from 0 to below 1, such as 0.999.")
-    return float(decay)
+            raise RuntimeError(f"`{call}` within `average.applied()`. Leave that context first.")
 
 
 def _copied(value: Any) -> Any:

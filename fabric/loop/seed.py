@@ -1,4 +1,4 @@
-"""One seed for all random generators of a process, and seeds derived from it for ranks and workers.
+"""One seed for all random generators of a process, and the generators of its devices.
 
 Nothing is written to the environment: the generators themselves are the only state.
 """
@@ -11,10 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fabric.strategies.data.rng import Rng, mix
-
-_NUM_SEEDS = 2**32
-"""NumPy's seeds have 32 bits."""
+from fabric.strategies.data.rng import Rng
 
 
 def seed_everything(seed: int, workers: bool = True) -> int:
@@ -25,15 +22,8 @@ def seed_everything(seed: int, workers: bool = True) -> int:
     called before or after: see `Fabric.setup`.
     `workers`: a loader's workers are always seeded from torch's generator and the rank; False is an error.
     NumPy is seeded if it is imported; `import torch` imports it where it is installed.
-    Raises: TypeError: `seed` is not an int; None is not replaced by a random seed. ValueError: out of range.
+    Raises: TypeError: the seed is None, which is not replaced by a random one. ValueError: out of range.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(
-            f"`seed_everything({seed!r})`: the seed is a `{type(seed).__name__}`. Write an int from 0 to "
-            f"{_NUM_SEEDS - 1}; for another one in each run, draw it yourself and log it."
-        )
-    if not 0 <= seed < _NUM_SEEDS:
-        raise ValueError(f"`seed_everything({seed})`: the seed is out of range. Write 0 to {_NUM_SEEDS - 1}.")
     if not workers:
         raise ValueError(
             f"`seed_everything({seed}, workers={workers})`: a DataLoader's workers are always seeded from the "
@@ -49,16 +39,6 @@ def seed_everything(seed: int, workers: bool = True) -> int:
 
         seed_device()
     return seed
-
-
-def derive_seed(seed: int, *path: int) -> int:
-    """A seed for `seed_everything`, from 0 to 2**32 - 1, which depends on every number in `path`.
-
-    The path may be a rank, an epoch, a worker. The result is the same in every process, Python and platform. Neighbours
-    (`seed + 1`, `rank + 1`) are uncorrelated; among a thousand seeds, two are equal with probability 1 in 8600.
-    Source: BLAKE2b (RFC 7693) as a mixing function, in place of SplitMix64 (Steele et al., OOPSLA 2014).
-    """
-    return mix("seed", seed, *path) % _NUM_SEEDS
 
 
 def device_rngs(devices: Iterable[torch.device]) -> list[Rng]:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.checks.check import Moments
-from fabric.checks.nonfinite import Checks
 from fabric.checks.steps import StepCounter
 from fabric.checks.unprepared import UnpreparedOptimizers
 from fabric.loop.accumulation import Accumulation
@@ -27,11 +25,10 @@ from fabric.strategies.gradients.bare_parameters import (
     BareParameters,
     outside,
     refuse_another_model,
-    refuse_shards,
 )
 from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.module.activation_checkpointing import recompute
-from fabric.strategies.module.same_model import refuse_different_models, refuse_renormalized
+from fabric.strategies.module.same_model import refuse_different_models
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.strategy import Strategy
@@ -80,7 +77,6 @@ class SetUp:
         for moment in self._moments.before_setup:
             moment(module, optimizers)
         bare = self._in_no_module(optimizers, module)
-        refuse_renormalized(runtime, module)
         if strategy.sets_up_one_model:
             refuse_different_models(runtime, module, fills_from_rank_zero=strategy.fills_from_rank_zero)
         with ExitStack() as stack:  # restores the module if the strategy raises
@@ -153,18 +149,22 @@ class SetUp:
         shared = self._runtime.loss_scaler
         return [*own] if own or shared is None else [shared]
 
-    def gradient_checks(self, optimizer: Optimizer) -> Checks:
-        """How the gradients of an optimizer are checked: see `Fabric.guard_gradients`."""
-        runtime = self._runtime
+    def gradients_are_finite(self, optimizer: Optimizer) -> bool:
+        """Whether all gradients of an optimizer are finite on all ranks. Ranks: all call it."""
+        model, runtime = self._model_of(optimizer), self._runtime
+        if model is not None:
+            return model.is_finite(optimizer)
+        return gradients_are_finite(optimizer, scaler=runtime.loss_scaler, any_rank=runtime.any_rank)
+
+    def scaler_of(self, optimizer: Optimizer) -> Stateful | None:
+        """What scales the losses whose gradients an optimizer steps with."""
+        model = self._model_of(optimizer)
+        return self._runtime.loss_scaler if model is None or model.scale_loss is None else model.loss_scale
+
+    def _model_of(self, optimizer: Optimizer) -> Prepared | None:
         # An engine gives its optimizer other tensors than the parameters.
         models = (each for each in self.models.values() if optimizer in each.optimizers or each.holds(optimizer))
-        model = next(models, None)
-        scaler = model.loss_scale if model is not None and model.scale_loss is not None else runtime.loss_scaler
-        plain = partial(gradients_are_finite, scaler=runtime.loss_scaler, any_rank=runtime.any_rank)
-        return Checks(
-            is_finite=plain if model is None else model.is_finite,
-            scale=lambda: 1.0 if scaler is None else float(scaler.state_dict()["scale"]),
-        )
+        return next(models, None)
 
     def _refuse_twice(self, *objects: nn.Module | Optimizer) -> None:
         for obj in objects:
@@ -197,7 +197,6 @@ class SetUp:
                 f"The `{type(optimizer).__name__}` holds {len(bare)} parameters (the first of shape "
                 f"{tuple(parameter.shape)}) that belong to no module set up so far. {lack}"
             )
-        refuse_shards(bare)
         return [parameter for _, parameter in bare]
 
     def _add(self, optimizers: dict[Optimizer, StateAccess], bare: Sequence[Tensor], *, move: bool) -> None:
@@ -212,7 +211,8 @@ class SetUp:
             undo.callback(self._closure_loss.attach(optimizer))
             self.steps[optimizer] = StepCounter()
             undo.callback(self.steps[optimizer].attach(optimizer, runtime.loader_numbers, self._moments))
-            undo.callback(self._moments.follow(optimizer))
+            if self._moments.before_step:
+                undo.callback(optimizer.register_step_pre_hook(self._moments.stepping).remove)
         if self._accumulation.repeated is not None:
             self._accumulation.guard(optimizers)
         for moment in self._moments.optimizers_set_up:

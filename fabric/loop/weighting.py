@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
@@ -74,7 +73,7 @@ class Weighting:
         if not is_synchronised:
             backward()
             for model, each in zip(models, weights, strict=True):
-                self.kept_back[model.module] = _Unsynced.of(model.sync, each)
+                self.kept_back[model.module] = _Unsynced(model.sync, each)
             return
         factors_of = start_factors(self._runtime, weights)
         backward()
@@ -106,30 +105,23 @@ def _refuse_present(model: Prepared, optimizers: Iterable[Optimizer]) -> None:
 
 
 @final
-@dataclass(frozen=True, slots=True)
 class _Unsynced:
-    """The weights of one model's unsynchronised gradients, and its first gradient at that time."""
+    """The weights of one model's unsynchronised gradients, and its first gradient at this time."""
 
-    sync: GradientSync
-    weight: Weight
-    gradient: TensorWeakRef | None
-    version: int
-
-    @classmethod
-    def of(cls, sync: GradientSync, weight: Weight) -> _Unsynced:
+    def __init__(self, sync: GradientSync, weight: Weight) -> None:
+        self._sync, self.weight = sync, weight
         gradient = _first_gradient(sync)
-        if gradient is None:
-            return cls(sync, weight, None, -1)
-        return cls(sync, weight, TensorWeakRef(gradient), gradient._version)
+        self._then = None if gradient is None else (TensorWeakRef(gradient), gradient._version)
 
     def is_discarded(self) -> bool:
         """Whether the gradients were set to None or to zero since."""
-        gradient = _first_gradient(self.sync)
-        then: Tensor | None = None if self.gradient is None else self.gradient()
+        gradient = _first_gradient(self._sync)
         # Zeroing of a gradient in shards counts no version.
-        if then is not None and then is gradient and not isinstance(then, InShards) and then._version == self.version:
-            return False
-        return not any(_is_nonzero(parameter.grad) for parameter in self.sync.parameters_held())
+        if self._then is not None and gradient is not None and not isinstance(gradient, InShards):
+            then, version = self._then
+            if then() is gradient and gradient._version == version:
+                return False
+        return not any(_is_nonzero(parameter.grad) for parameter in self._sync.parameters_held())
 
 
 def average_over_ranks(runtime: Runtime, parameters: Sequence[Tensor], weight: Weight | None) -> None:
@@ -160,11 +152,6 @@ def check_weight(weight: Any) -> Weight:
             )
         if weight.device.type != "cpu":  # its value is not read: that would wait for the device
             return weight.detach().reshape(()).to(_dtype_on(weight.device))
-    elif isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        raise TypeError(
-            f"`backward(weight={weight!r})` is a `{type(weight).__name__}`. Pass the number of samples or tokens that "
-            "the loss is a sum over, or a tensor of one element."
-        )
     number = float(weight)
     if not 0 <= number < math.inf:
         raise ValueError(f"`backward(weight={number})`: a weight is a finite number, zero or more.")
@@ -204,14 +191,9 @@ def _first_gradient(sync: GradientSync) -> Tensor | None:
 
 
 def _is_nonzero(gradient: Tensor | None) -> bool:
-    if gradient is None:
-        return False
     if isinstance(gradient, InShards):
         return not gradient.is_zeroed
-    gradient = local_part(gradient)
-    if type(gradient) is not Tensor and as_sharded(gradient) is None:
-        return True  # a subclass of Tensor without values on this rank
-    return bool(local_part(gradient).count_nonzero())
+    return gradient is not None and bool(local_part(gradient).count_nonzero())
 
 
 @final
@@ -244,8 +226,7 @@ class ClosureLoss:
         alone = own.double().reshape(())
         mean: Tensor = nested.all_reduce(self._collective, alone)
         if self._weighting.is_used and self._collective.reduce_boolean_decision(bool(mean != alone), require_all=False):
-            losses = nested.all_gather(self._collective, alone).reshape(-1).tolist()
-            raise RuntimeError(_CLOSURE.format(losses=", ".join(f"{each:.6g}" for each in losses)))
+            raise RuntimeError(_CLOSURE)
         return mean.to(own.dtype).reshape(own.shape)
 
 
@@ -260,7 +241,7 @@ _PRESENT = (
     "for all but the last, each with a weight; or add the losses, and call `backward` once."
 )
 _CLOSURE = (
-    "The closure of `LBFGS` returned a different loss on each rank ({losses}), and `LBFGS` chooses its steps by it. "
+    "The closure of `LBFGS` returned a different loss on each rank, and `LBFGS` chooses its steps by it. "
     "After `fabric.backward(loss, weight=n)` return the loss of all samples: "
     "`fabric.all_reduce(loss.detach(), reduce_op='sum') / fabric.all_reduce(n, reduce_op='sum')`."
 )

@@ -173,7 +173,6 @@ _CASES = (
         "evaluate",
         "uneven",
     ),
-    _case("dispatch", "batches that one rank reads for all", loops.dispatched),
     _case("loaders_first", "random numbers drawn after loaders were set up", loops.loaders_first),
     _case("gather_gradients", "a loss over the outputs of all ranks", loops.contrastive, "gather_gradients"),
     _case("collective", "every operation of the strategy's collective", run_operations, "collective"),

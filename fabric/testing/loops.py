@@ -619,14 +619,6 @@ def evaluate_stream(loop: Loop, trial: Trial) -> Outcome:
     return Outcome(losses=of_all["losses"][order.indices].tolist())
 
 
-def dispatched(loop: Loop, trial: Trial) -> Outcome:
-    """Batches that one rank reads, and sends to the others."""
-    run = Run(loop, trial)
-    run.epoch(loop.setup_dataloaders(trial.loader(), dispatch=True))
-    assert len(run.losses) == 4, f"{len(run.losses)} steps for 4"
-    return run.finished()
-
-
 def loaders_first(loop: Loop, trial: Trial) -> Outcome:
     """Setting up loaders draws no random numbers: a model that is constructed afterwards has the same weights."""
     torch.manual_seed(trial.seed)

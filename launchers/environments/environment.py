@@ -22,11 +22,6 @@ class Start:
     """The module that has to be importable."""
     variable: str | None = None
     """The variable that is set wherever it can run."""
-    files: tuple[str, ...] = ()
-    """The program's configuration of its cluster: one of these files has to exist. `$NAME`: the paths in a variable;
-    `PREFIX`: where the program is installed."""
-    cluster: str = ""
-    """How to get such a file."""
     otherwise: str = ""
     """How to install what is missing."""
 

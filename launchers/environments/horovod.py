@@ -51,11 +51,6 @@ class HorovodEnvironment(Environment):
 
     def world(self, environ: Mapping[str, str]) -> World:
         read = Variables(environ, "horovodrun", NAMES)
-        if environ.get("HOROVOD_ELASTIC", "0") not in ("0", ""):
-            raise ValueError(
-                f"`HOROVOD_ELASTIC={environ['HOROVOD_ELASTIC']}`: horovodrun would change the number of ranks while "
-                "they run, and a world does not change. Leave out `--min-np` and `--max-np`."
-            )
         num_nodes = read.integer("HOROVOD_CROSS_SIZE")
         if num_nodes * read.integer("HOROVOD_LOCAL_SIZE") != read.integer("HOROVOD_SIZE"):
             raise ValueError(

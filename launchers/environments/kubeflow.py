@@ -26,8 +26,6 @@ class KubeflowEnvironment(Environment):
     start = Start(
         command="kubectl apply -f examples/clusters/pytorchjob.yaml",
         program="kubectl",
-        files=("$KUBECONFIG", "~/.kube/config", "/var/run/secrets/kubernetes.io/serviceaccount/token"),
-        cluster="take the kubeconfig of a cluster on which Kubeflow's training operator runs",
         otherwise="`apt-get install kubernetes-client`, and take the kubeconfig of a cluster on which Kubeflow's "
         "training operator runs",
     )

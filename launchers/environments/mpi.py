@@ -64,14 +64,12 @@ def _rendezvous(read: Variables, num_nodes: int) -> Rendezvous:
     environ = read.environ
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if num_nodes == 1 else None)
     job = environ.get("PMIX_NAMESPACE", environ.get("MASTER_PORT"))
-    missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", job)) if not value]
-    if address is None or job is None:
-        values = {"MASTER_ADDR": "HOST", "MASTER_PORT": "29500"}
-        options = [" ".join(f"-x {name}={values[name]}" for name in missing)]
-        options += [" ".join(f"-genv {name} {values[name]}" for name in missing)]
+    if not address or not job:
         raise ValueError(
-            f"{read.show()}: mpirun does not tell its ranks where they meet, and `{missing[0]}` is not set. "
-            f"Pass it on: `mpirun {options[0]}` (Hydra: `{options[1]}`), HOST being that of rank 0."
+            f"{read.show()}: mpirun does not tell its ranks where they meet, and "
+            f"`{'MASTER_PORT' if address else 'MASTER_ADDR'}` is not set. Pass both on, HOST being that of rank 0: "
+            "`mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500` (Hydra: `-genv MASTER_ADDR HOST -genv MASTER_PORT "
+            "29500`)."
         )
     number = crc32(job.encode())
     return Rendezvous(address=address, port=read.port_of_job(number), hosted=False, attempt=number)

@@ -6,7 +6,6 @@ them: `srun bash train.sh` and `salloc` followed by `srun` have the name of a sh
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import final
@@ -31,10 +30,6 @@ INTERACTIVE_STEP = str(0xFFFFFFFA)
 """The step in which `salloc` runs its shell on a cluster with `use_interactive_step`. Source: slurm.h."""
 OF_MPI = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
 """Set by mpirun (Open MPI; Hydra), which starts its daemons by srun: the step is then the daemons', one a node."""
-_PART = re.compile(r"(?:[^,\[\]\s]|\[[\d,-]+\])+")
-"""In a list of hosts the text between two commas; brackets may contain commas."""
-_BRACKETS = re.compile(r"\[([^\]]+)\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @final
@@ -45,14 +40,6 @@ class SlurmEnvironment(Environment):
     start = Start(
         command="srun --ntasks 2 python train.py",
         program="srun",
-        files=(
-            "$SLURM_CONF",
-            "/etc/slurm/slurm.conf",
-            "/etc/slurm-llnl/slurm.conf",
-            "/run/slurm/conf/slurm.conf",
-            "PREFIX/etc/slurm.conf",
-        ),
-        cluster="log in to a node of the cluster, or copy its slurm.conf",
         otherwise="log in to a node of the cluster, or `apt-get install slurm-client` and copy its slurm.conf",
     )
     looked_for = "SLURM_PROCID and SLURM_STEP_ID (srun)"
@@ -84,12 +71,7 @@ class SlurmEnvironment(Environment):
 def _tasks_on_node(read: Variables, node_rank: int, num_nodes: int, size: int) -> int:
     """Ranks per node, from SLURM's short form: `2(x3),1` is 2, 2, 2, 1."""
     word = read.text("SLURM_STEP_TASKS_PER_NODE")
-    counts: list[int] = []
-    for part in word.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            raise ValueError(f"`SLURM_STEP_TASKS_PER_NODE={word}` is not of SLURM's form, such as `2(x3),1`.")
-        counts += [int(match[1])] * int(match[2] or 1)
+    counts = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", word) for _ in range(int(times or 1))]
     if len(counts) != num_nodes or sum(counts) != size:
         raise ValueError(
             f"{read.show()}: {word} adds up to {sum(counts)} ranks on {len(counts)} nodes, not to {size} on "
@@ -99,40 +81,9 @@ def _tasks_on_node(read: Variables, node_rank: int, num_nodes: int, size: int) -
 
 
 def _first_host(read: Variables, num_nodes: int) -> str:
-    if num_nodes == 1:
-        return "127.0.0.1"
-    word = read.text("SLURM_STEP_NODELIST")
-    first, num_hosts = parse_hosts(word)
-    if num_hosts != num_nodes:
-        raise ValueError(
-            f"{read.show()}: {word} names {num_hosts} hosts, not {num_nodes}. Leave srun's variables as they are."
-        )
-    return first
+    return "127.0.0.1" if num_nodes == 1 else first_host(read.text("SLURM_STEP_NODELIST"))
 
 
-def parse_hosts(text: str) -> tuple[str, int]:
-    """The first host and the number of hosts in SLURM's short form: `n[1-2]-ib[0-1]` begins with `n1-ib0`, and has 4.
-
-    The other hosts are not needed: SLURM numbers its nodes itself. Raises: ValueError: it is not of SLURM's form.
-    Source: the section on hostlist expressions in `man scontrol`; tests compare with `scontrol show hostnames`.
-    """
-    parts = _PART.findall(text)
-    ranges = [[_parse_ranges(inside, text) for inside in _BRACKETS.findall(part)] for part in parts]
-    if not parts or ",".join(parts) != text:
-        raise _not_of_the_form(text)
-    firsts = iter([inside[0][0] for inside in ranges[0]])
-    first = _BRACKETS.sub(lambda _: next(firsts), parts[0])
-    return first, sum(math.prod(sum(count for _, count in inside) for inside in part) for part in ranges)
-
-
-def _parse_ranges(inside: str, text: str) -> list[tuple[str, int]]:
-    """The ranges in one pair of brackets: the first number as it is written, and how many numbers there are."""
-    matches = [_RANGE.fullmatch(part) for part in inside.split(",")]
-    counts = [(match[1], int(match[2] or match[1]) - int(match[1]) + 1) for match in matches if match is not None]
-    if len(counts) < len(matches) or any(count < 1 for _, count in counts):
-        raise _not_of_the_form(text)
-    return counts
-
-
-def _not_of_the_form(text: str) -> ValueError:
-    return ValueError(f"{text!r} is not of SLURM's form for hosts, such as `gpu[001-003,007],login`.")
+def first_host(nodes: str) -> str:
+    """The first of the hosts in SLURM's short form: `n1-ib0` of `n[1-2]-ib[0-1],login`."""
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0]

@@ -27,7 +27,7 @@ NAMES: Names = {
         "_clear": "a forked rank forgets its parent's exit functions",
         "_run_exitfuncs": "a rank ends with its exit functions and without destructors",
     },
-    "weakref:finalize": {"_registry": "at the end of a rank, objects that are still there need no finalizers"},
+    "weakref:finalize": {"_registry _registered_with_atexit": "a forked rank forgets its parent's finalizers"},
     "threading": {"_shutdown": "a rank joins its threads before it runs its exit functions"},
     "multiprocessing.process": {"_children": "a forked rank forgets its parent's children"},
     "multiprocessing.util": {
@@ -42,13 +42,12 @@ require("Python", "3.10 to 3.13", NAMES)
 TEMPORARY: tuple[Any, ...] = tuple(
     kind for kind in vars(tempfile).values() if isinstance(kind, type) and kind.__module__ == "tempfile"
 )
-"""Temporary folders, and what `NamedTemporaryFile` returns."""
+"""What `NamedTemporaryFile` returns, and temporary folders."""
 BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair, logging.Handler)
 """What can hold bytes or log records back."""
 
-_inherited: list[list[Any]] = [[]]
-"""Files that were open at `freeze`, in a list that was made after it, and that the collector knows unless the program
-has called `gc.freeze` since."""
+_inherited: list[Any] = []
+"""Files that the parent of this process had open."""
 
 
 def join_threads() -> None:
@@ -67,8 +66,9 @@ def forget_parent() -> None:
     These stay: `multiprocessing` ends children that will be started, and torch's data loaders are notified of the exit.
     """
     atexit._clear()
-    # Runs last: finalizers (torch has hundreds) of objects that are still there would run among modules that are gone.
-    atexit.register(vars(weakref.finalize)["_registry"].clear)
+    finalize: Any = weakref.finalize
+    finalize._registry.clear()
+    finalize._registered_with_atexit = False  # those of the rank run at its end
     atexit.register(close_files)
     atexit.register(vars(multiprocessing.util)["_exit_function"])
     of_loaders = sys.modules.get("torch.utils.data._utils")
@@ -85,12 +85,7 @@ def open_files(objects: Iterable[Any]) -> list[Any]:
     Python's only list of open files is that of its garbage collector: 20 ms for the objects of torch, and 200 ms in a
     fork, which copies the memory of each object that it looks at.
     """
-    kinds = _with_subclasses(BUFFERED + TEMPORARY)
-    return [each for each in objects if type(each) in kinds]
-
-
-def _with_subclasses(kinds: Iterable[type]) -> set[type]:
-    return {kind for one in kinds for kind in (one, *_with_subclasses(one.__subclasses__()))}
+    return [each for each in objects if issubclass(type(each), BUFFERED + TEMPORARY)]
 
 
 def flush(files: Iterable[Any]) -> None:
@@ -101,22 +96,20 @@ def flush(files: Iterable[Any]) -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-def freeze(files: list[Any] | None = None) -> None:
-    """Leave all objects of now, `files` are the open ones, out of collections and of what `close_files` looks through.
-
-    For a process that is a fork, or forks: looking at an object copies its memory.
-    """
-    gc.freeze()
-    _inherited[0] = [*(files or ())]
+def disown(files: list[Any]) -> None:
+    """In a forked process: let nothing of what its parent had open be written, run or deleted here, unless this process
+    asks for it."""
+    gc.freeze()  # looking at an object copies its memory: `close_files` looks at later ones
+    _inherited[:] = files
+    forget_parent()
+    for each in files:
+        if isinstance(each, TEMPORARY):
+            each.delete = False
 
 
 def close_files() -> None:
     """Flush open files, and delete temporary ones, at the end of a process in which destructors do not run."""
-    objects = gc.get_objects()
-    if not any(each is _inherited[0] for each in objects):
-        gc.unfreeze()
-        objects = gc.get_objects()
-    files = [*_inherited[0], *open_files(objects)]
+    files = [*_inherited, *open_files(gc.get_objects())]
     flush(files)
     for each in files:
         if isinstance(each, TEMPORARY):

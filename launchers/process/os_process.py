@@ -8,22 +8,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-SILENT = "does not answer"
-ENDED = "has ended"
-CLOSED = "has closed its fabric, or is ending"
-UNREACHABLE = "cannot be reached"
-
-_STATES = {
-    "T": "stopped by a signal (SIGSTOP, or Ctrl-Z); `kill -CONT {pid}` lets it go on",
-    "t": "stopped by a debugger",
-    "D": "waits for a disk or a network file system, in the kernel",
-    "R": "computes, in C code that holds Python's lock",
-    "S": "sleeps, in C code that holds Python's lock",
-}
 
 
 def die_with_parent(parent: int) -> None:
@@ -74,14 +60,3 @@ def num_cores() -> int:
     """The number of CPU cores that this process may use."""
     affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)  # Linux alone has it
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
-def describe_silence(pid: int) -> str:
-    """Why a process of this machine did not answer, from Linux's /proc; elsewhere only that it did not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ENDED if Path("/proc/self/stat").exists() else SILENT
-    if state in "ZX":
-        return ENDED
-    return f"{SILENT}: {_STATES.get(state, f'state {state}').format(pid=pid)}"

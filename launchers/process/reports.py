@@ -1,62 +1,41 @@
 """What a rank reports to its supervisor over a pipe: a result, or a failure with the user's own traceback.
 
-Each report is a frame: one byte, eight bytes of length, a pickle. When a rank dies of a signal, Python's fault handler
-writes the stacks of all threads into the same pipe as plain text, which starts with `Fatal` and comes last. Processes
-that the rank forks, such as data-loader workers, close the pipe: what they write goes to stderr.
+Each report is a frame: eight bytes of length, a pickle. When a rank dies of a signal, Python's fault handler writes the
+stacks of its threads to its stderr. Processes that the rank forks, such as data-loader workers, close the pipe.
 
 # Note [Signal handlers that raise]
-`DataLoader` raises from its handler of SIGCHLD when a worker dies, at whatever line the main thread has reached, and a
-user's handler of SIGTERM may do the same. So a report is made and written by another thread, where Python runs no
-signal handler: it is written whole, and once.
+`DataLoader` raises from its handler of SIGCHLD when a worker dies, at whatever line the main thread has reached. A rank
+that is ending needs none of its workers, so the handler is removed before its last reports.
 """
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import faulthandler
 import os
 import pickle
+import re
+import signal
 import struct
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from fabric.launchers.process import pickling
-from fabric.launchers.process.stack import users_line
+from fabric.launchers.process.stack import OURS, users_line
 
-HEADER = struct.Struct("!cQ")
-FRAME = b"\0"
+HEADER = struct.Struct("!Q")
 
-OURS = tuple(str(Path(__file__).parents[depth] / folder) for depth, folder in ((1, ""), (2, "fabric")))
-"""The folders of the launchers, and of what calls them."""
-FATAL = b"Fatal Python error: "
-FROM_A_LIBRARY = (
-    "It came from a thread that runs no Python: one of gloo, NCCL, OpenMP or another library, which may have written "
-    "why to stderr. gloo aborts if ranks make different calls: `fabric run --sanitize always` compares them before."
-)
-
-LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Read error",
-    "recvValue failed",
-    "failed to recv",
-    "NCCL communicator was aborted",
-    "remote process exited",
-    "Horovod has been shut down",
-    "Timed out",
-    "timed out",
-    "Wait timeout",
-    "did not arrive",
+LOST_PEER = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Read error|recvValue failed|"
+    r"failed to recv|NCCL communicator was aborted|remote process exited|Horovod has been shut down|timed out|"
+    r"Wait timeout|did not arrive",
+    re.IGNORECASE,
 )
 """Messages of torch.distributed, gloo, NCCL and Horovod about a lost peer: a symptom, not a cause."""
 
@@ -78,7 +57,7 @@ class Failure:
     summary: str
     """One line: `ValueError: boom`, `killed by SIGSEGV`, `left with exit code 3`."""
     traceback: str = ""
-    """The user's frames, without those of fabric; or the stacks at a fatal signal."""
+    """The user's frames, without those of fabric."""
     where: str = ""
     """The user's line that raised: `train.py:12 in main`."""
     exception: bytes | None = None
@@ -94,10 +73,6 @@ class Leaving:
     """A rank's program has come to its end without an exception; its connections are still open."""
 
     at_ns: int
-    exit_code: int | None
-    """None if only the interpreter knows it."""
-    traceback: str
-    """Where `sys.exit` was called, if known."""
 
 
 class Reporter:
@@ -109,9 +84,9 @@ class Reporter:
         self.has_told_the_end = False
         """Whether a failure, or the end of the program, was sent."""
         os.set_inheritable(fd, False)
-        self._takes_fatal = not faulthandler.is_enabled()  # otherwise the user has already chosen where the stack goes
-        if self._takes_fatal:
-            faulthandler.enable(fd, all_threads=True)
+        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+            with contextlib.suppress(OSError, ValueError):
+                faulthandler.enable(sys.__stderr__)
         os.register_at_fork(after_in_child=self._abandon)
 
     @property
@@ -120,15 +95,9 @@ class Reporter:
         return os.getpid() == self._pid
 
     def _abandon(self) -> None:
-        """In a process that the rank forked: do not report its stacks as the rank's, and do not keep the pipe open."""
-        if os.getppid() != self._pid:  # a child of the child, which has closed the pipe already
-            return
-        if self._takes_fatal:
-            faulthandler.disable()
-            if sys.__stderr__ is not None:
-                with contextlib.suppress(OSError, ValueError):
-                    faulthandler.enable(sys.__stderr__, all_threads=False)
-        os.close(self._fd)
+        """In a process that the rank forked: do not keep the pipe open. A child of the child has none any more."""
+        if os.getppid() == self._pid:
+            os.close(self._fd)
 
     def result(self, value: Any) -> None:
         """Send what the function returned. Raises TypeError where it cannot be sent."""
@@ -140,84 +109,50 @@ class Reporter:
                 f"process cannot get it: {error}. Return tensors, numbers, and objects that `pickle` or `cloudpickle` "
                 "takes."
             ) from error
+        _forget_workers()
         self.send(Result(pickled=pickled))
 
     def failure(self, error: BaseException) -> None:
         """Send an uncaught exception; only the first is sent."""
         at_ns = time.monotonic_ns()
         if not self.has_told_the_end:
-            self._write(lambda: _failure(self.rank, at_ns, error))
+            _forget_workers()
+            self.send(_failure(self.rank, at_ns, error))
             self.has_told_the_end = True
 
-    def leaving(self, exit_code: int | None = None, error: SystemExit | None = None) -> None:
+    def leaving(self) -> None:
         """Send that the program has finished; the rank's connections are about to be closed."""
-        trace = users_traceback(error) if error is not None else ""
         self.has_told_the_end = True
-        self.send(Leaving(at_ns=time.monotonic_ns(), exit_code=exit_code, traceback=trace))
+        self.send(Leaving(at_ns=time.monotonic_ns()))
 
     def send(self, report: object) -> None:
         """Send a report, the address of the rank's watcher, or a text that the supervisor prints at once."""
-        interrupted = self._write(lambda: report)
-        if interrupted is not None:
-            raise interrupted
-
-    def _write(self, make: Callable[[], object]) -> BaseException | None:
-        """Make and write a report; returns what a signal handler raised meanwhile."""
-        todo, done = [make], threading.Event()
-
-        def write() -> None:
-            try:
-                make_report = todo.pop()
-            except IndexError:  # an interrupted start is repeated, and the first thread has it
-                return
-            try:
-                body = pickle.dumps(make_report(), protocol=pickle.HIGHEST_PROTOCOL)
-                view = memoryview(HEADER.pack(FRAME, len(body)) + body)
-                with self._writes:  # a frame longer than the pipe's buffer would be mixed with another one
-                    while view:
-                        view = view[os.write(self._fd, view) :]
-            except BrokenPipeError:  # the supervisor is gone, and this process is about to be killed
-                return
-            finally:
-                done.set()
-
-        interrupted = None
-        while self.is_own and not done.is_set():  # Note [Signal handlers that raise]
-            try:
-                if todo:
-                    _start_thread(write)
-                done.wait()
-            except BaseException as error:
-                interrupted = error
-        return interrupted
+        if not self.is_own:
+            return
+        body = pickle.dumps(report, protocol=pickle.HIGHEST_PROTOCOL)
+        view = memoryview(HEADER.pack(len(body)) + body)
+        # The supervisor may be gone, and this process about to be killed. A frame that is longer than the pipe's buffer
+        # would be mixed with one of another thread.
+        with contextlib.suppress(BrokenPipeError), self._writes:
+            while view:
+                view = view[os.write(self._fd, view) :]
 
 
-def _start_thread(function: Callable[[], None]) -> None:
-    """Run it in another thread; in this one if no thread can be started."""
-    try:
-        _thread.start_new_thread(function, ())
-    except RuntimeError:
-        function()
+def _forget_workers() -> None:
+    """See Note [Signal handlers that raise]."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def read_reports(received: bytearray) -> Iterator[object]:
     """Take each complete report out of the bytes that a rank has sent."""
-    while len(received) >= HEADER.size and received.startswith(FRAME):
-        end = HEADER.size + HEADER.unpack_from(received)[1]
+    while len(received) >= HEADER.size:
+        end = HEADER.size + HEADER.unpack_from(received)[0]
         if len(received) < end:
             return
         report = pickle.loads(memoryview(received)[HEADER.size : end])
         del received[:end]
         yield report
-
-
-def fatal_stack(received: bytearray) -> str:
-    """The stacks that the fault handler wrote, if any: the most recent call first, the main thread last."""
-    start = received.find(FATAL)  # before it may be a report that the signal cut short
-    if start < 0:
-        return ""
-    text = received[start:].decode(errors="replace").partition("\nExtension modules: ")[0].rstrip()
-    return text if "\nCurrent thread" in text else f"{text}\n\n{FROM_A_LIBRARY}"
 
 
 def _failure(rank: int, at_ns: int, error: BaseException) -> Failure:
@@ -258,7 +193,7 @@ def _is_lost_peer(error: BaseException | None) -> bool:
         # An OSError is one of ours, in a rendezvous, or another connection's: a database's, a data-loader worker's.
         is_ours = any(file.startswith(OURS) for file, _, _ in _frames(error)[:1])
         may_be = isinstance(error, RuntimeError) or (isinstance(error, OSError) and is_ours)
-        if may_be and any(words in str(error) for words in LOST_PEER):
+        if may_be and LOST_PEER.search(str(error)):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__

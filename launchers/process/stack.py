@@ -9,10 +9,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 
-LIBRARIES = ("torch", "deepspeed", "fairscale", "horovod", "torch_xla", "fabric", "typing_extensions")
+LIBRARIES = ("torch", "deepspeed", "fairscale", "horovod", "torch_xla", "typing_extensions")
 """Modules through which a collective is called. Their lines tell nothing about the program."""
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
-_OURS = tuple(str(Path(__file__).parents[2] / layer) + os.sep for layer in ("launchers", "strategies", "fabric"))
+_LAUNCHERS = Path(__file__).parents[1]
+_PACKAGE = Path(sys.modules[__name__.partition(".")[0]].__file__ or "").parent
+OURS = tuple(f"{folder}{os.sep}" for folder in (_LAUNCHERS, _LAUNCHERS.with_name("strategies"), _PACKAGE))
+"""The folders of this package, which lie side by side where it is developed, and within the last one in a wheel."""
 
 
 def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
@@ -42,7 +45,7 @@ def is_within(frames: Sequence[tuple[str, int, str]], ending: str, functions: Se
 
 def _folders() -> tuple[str, ...]:
     """The folders of the loaded libraries."""
-    folders = list(_OURS)
+    folders = list(OURS)
     for name in LIBRARIES:
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None)

@@ -12,10 +12,10 @@ import sys
 def main(task_fd: int, report_fd: int, parent: int) -> None:
     """Become the rank that the task describes, and run the user's program."""
     with open(task_fd, "rb") as file:
-        own_path, sys.path[:] = sys.path[:], pickle.load(file)
+        sys.path[:] = pickle.load(file)
         from fabric.launchers.rank.task import run_task
 
-        run_task(file, report_fd, parent, own_path)
+        run_task(file, report_fd, parent)
 
 
 if __name__ == "__main__":

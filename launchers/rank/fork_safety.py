@@ -50,16 +50,6 @@ def fork_is_safe() -> str | None:
     return None
 
 
-def fork_can_continue() -> str | None:
-    """None if a forked process can continue at the line of the fork too; otherwise the reason why it cannot."""
-    asyncio = sys.modules.get("asyncio")
-    if asyncio is not None:
-        with contextlib.suppress(RuntimeError):
-            asyncio.get_running_loop()
-            return "it is called in a coroutine, and asyncio does not continue its event loop in a forked process"
-    return fork_is_safe()
-
-
 def _is_of_a_notebook(thread: threading.Thread) -> bool:
     """Whether the thread runs a function of these packages."""
     frames = frames_of(sys._current_frames().get(thread.ident or 0))

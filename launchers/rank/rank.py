@@ -11,7 +11,7 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -23,10 +23,9 @@ from fabric.launchers.rank.network import interface_for
 from fabric.launchers.world import World
 
 NUM_REPEATS = 10
-"""How often a report may be interrupted before another thread makes it: once for each loader whose workers die."""
+"""How often a report is begun again where a signal handler raises: once for each loader whose workers die."""
 
 _awaited: list[Reporter] = []  # Note [One supervisor per process]
-_importing: list[str] = []
 _supervisors: list[Reporter] = []
 
 
@@ -41,25 +40,6 @@ def take_awaited() -> Reporter | None:
     Only if every rank runs the script again, and has to reach that line by itself.
     """
     return _awaited.pop() if _awaited and _awaited[-1].is_own else None
-
-
-@contextlib.contextmanager
-def importing_main(name: str) -> Iterator[None]:
-    """Context manager in which the user's script is imported for its functions: it must not launch."""
-    _importing.append(name)
-    try:
-        yield
-    finally:
-        _importing.pop()
-
-
-def check_not_importing() -> None:
-    """Raise RuntimeError if a script launches while it is only being imported."""
-    if _importing:
-        raise RuntimeError(
-            f"{_importing[-1]} launches while a rank imports it: the rank needs the functions in it, and reached "
-            "`launch` instead. Put what runs the script under `if __name__ == '__main__':`."
-        )
 
 
 def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: bool = False) -> Reporter:
@@ -152,9 +132,8 @@ def _run(reporter: Reporter, program: Callable[[], Any]) -> int:
     try:
         program()
     except SystemExit as error:
-        code = _exit_code(error)
-        reporter.leaving(code, error)
-        return code
+        reporter.leaving()
+        return _exit_code(error)
     except BaseException as error:
         for _ in range(NUM_REPEATS):  # Note [Signal handlers that raise]
             try:
@@ -164,7 +143,7 @@ def _run(reporter: Reporter, program: Callable[[], Any]) -> int:
                 continue
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
-    reporter.leaving(0)
+    reporter.leaving()
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import IO, Any, NoReturn
 
 from fabric.launchers.process import pickling
 from fabric.launchers.process import program as main_module
-from fabric.launchers.rank.rank import become_rank, importing_main, rank_environ, run_and_end, run_to_the_end
+from fabric.launchers.rank.rank import become_rank, rank_environ, run_and_end, run_to_the_end
 from fabric.launchers.world import World
 
 RANDOM = {
@@ -29,52 +29,13 @@ RANDOM = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What a reader of the script expects in a rank that is no fork of the launching process."""
+class CallFunction:
+    """Call a function, report its result, and end; in surroundings like those of the launching process."""
 
     environ: Mapping[str, str]
     folder: str
-    path: list[str]
     argv: list[str]
     random_states: Mapping[str, Any]
-
-    @classmethod
-    def of_this_process(cls) -> Surroundings:
-        """Those of the launching process."""
-        return cls(
-            environ=dict(os.environ),
-            folder=os.getcwd(),
-            path=import_path(),
-            argv=list(sys.argv),
-            random_states={
-                name: getattr(sys.modules[name], read)() for name, (read, _) in RANDOM.items() if name in sys.modules
-            },
-        )
-
-    def restore(self) -> None:
-        """Called first in the rank, before the user's modules are imported."""
-        os.environ.clear()
-        os.environ.update(self.environ)
-        os.chdir(self.folder)
-        sys.path[:] = self.path
-        sys.argv[:] = self.argv
-
-    def restore_random_states(self) -> None:
-        """Called after the user's modules are imported, so that random numbers drawn by an import change nothing."""
-        for name, state in self.random_states.items():
-            getattr(import_module(name), RANDOM[name][1])(state)
-
-
-def import_path() -> list[str]:
-    """`sys.path`, in which "" means the working directory, which a rank may change before it imports."""
-    return [entry or os.getcwd() for entry in sys.path]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallFunction:
-    """Call a function, report its result, and end."""
-
-    surroundings: Surroundings
     call: bytes
     """`(worker, args)`, pickled."""
     main_file: str | None
@@ -97,7 +58,7 @@ class RunScript:
 def write(world: World, task: CallFunction | RunScript) -> IO[bytes]:
     """Write the task; returns an open file, at its start."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
-    pickle.dump(import_path(), file)
+    pickle.dump([entry or os.getcwd() for entry in sys.path], file)  # a rank may change its folder before it imports
     pickle.dump((world, task), file)
     file.flush()
     file.seek(0)
@@ -117,7 +78,12 @@ def call_function(worker: Callable[..., Any], args: tuple[Any, ...], *, everyone
         ) from error
     spec = sys.modules["__main__"].__spec__
     return CallFunction(
-        surroundings=Surroundings.of_this_process(),
+        environ=dict(os.environ),
+        folder=os.getcwd(),
+        argv=list(sys.argv),
+        random_states={
+            name: getattr(sys.modules[name], read)() for name, (read, _) in RANDOM.items() if name in sys.modules
+        },
         call=call,
         main_file=main_file if needs_main else None,
         main_module=spec.name if spec is not None else None,
@@ -135,37 +101,29 @@ def _pickle_call(call: tuple[Callable[..., Any], tuple[Any, ...]], *, has_main_f
     return (pickled, needs_main) if has_main_file or not needs_main else (pickling.by_value(call), False)
 
 
-def run_task(file: IO[bytes], report_fd: int, parent: int, own_path: list[str]) -> NoReturn:
-    """Become the rank, run the task, and exit.
-
-    `own_path`: the import path of this process before that of the task was read; its first entry is this folder.
-    """
+def run_task(file: IO[bytes], report_fd: int, parent: int) -> NoReturn:
+    """Become the rank, run the task, and exit."""
     world, task = pickle.load(file)
     if isinstance(task, RunScript):
         reporter = become_rank(world, report_fd, parent, awaits_function=task.awaits_function)
-        run_to_the_end(reporter, lambda: _run_script(task.program, own_path))
-    task.surroundings.restore()
+        run_to_the_end(reporter, lambda: main_module.run_again(task.program))
+    os.environ.clear()
+    os.environ.update(task.environ)
+    os.chdir(task.folder)
+    sys.argv[:] = task.argv
     reporter = become_rank(world, report_fd, parent)
     run_and_end(reporter, task.everyone, _call, world, task)
 
 
 def _call(world: World, task: CallFunction) -> Any:
     if task.main_file is not None:
-        with importing_main(task.main_file):
-            main_module.import_main(task.main_file, task.main_module)
+        main_module.import_main(task.main_file, task.main_module)
     worker, args = pickle.loads(task.call)
-    task.surroundings.restore_random_states()
+    for name, state in task.random_states.items():  # an import may have drawn random numbers
+        getattr(import_module(name), RANDOM[name][1])(state)
     return worker(world, *args)
-
-
-def _run_script(program: main_module.Program, own_path: list[str]) -> None:
-    safe_path = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
-    first = os.getcwd() if program.kind == "module" else os.path.dirname(os.path.realpath(program.target))
-    sys.path[:] = own_path if safe_path else [first, *own_path[1:]]
-    main_module.run_again(program)
 
 
 def environ_of(world: World) -> dict[str, str]:
     """The environment of a new interpreter, set before torch reads it."""
-    environ = dict(os.environ)
-    return {**environ, **rank_environ(world, environ)}
+    return {**os.environ, **rank_environ(world, dict(os.environ))}

@@ -11,8 +11,9 @@ from fabric.launchers.process.reports import Failure
 
 REASONS = {
     signal.SIGKILL: "somebody's `kill -9`, or the kernel when memory ran out",
-    signal.SIGSEGV: "segmentation fault",
-    signal.SIGABRT: "it aborted itself",
+    signal.SIGSEGV: "segmentation fault; its stack is on stderr",
+    signal.SIGABRT: "it aborted itself; its stack is on stderr. gloo aborts if ranks make different calls: `fabric run "
+    "--sanitize always` compares them before",
     signal.SIGBUS: "bus error: often a full /dev/shm",
 }
 
@@ -20,11 +21,8 @@ RECENT_NS = 1_500_000_000
 """A rank that ended longer than this before a failure is not its cause. Not measured: peers notice within milliseconds
 unless they compute."""
 
-OF_COLLECTIVES = ("gloo", "NCCL", "c10d", "torch/distributed", "ProcessGroup", "TCPStore", "Horovod", "horovod")
-"""Text found in the traceback of a collective that lost a peer, but not in that of, say, an upload that timed out."""
 
-
-def death(rank: int, at_ns: int, code: int, stack: str, *, without_result: bool) -> Failure:
+def death(rank: int, at_ns: int, code: int, *, without_result: bool) -> Failure:
     """The failure of a rank that ended with `code` (negative: a signal's number) without a report."""
     if code < 0:
         reason = REASONS.get(signal.Signals(-code))
@@ -35,25 +33,14 @@ def death(rank: int, at_ns: int, code: int, stack: str, *, without_result: bool)
         rank=rank,
         at_ns=at_ns,
         summary=summary,
-        traceback=stack,
         exit_code=code if code >= 0 else None,
         signal=-code if code < 0 else None,
     )
 
 
-def departure(rank: int, at_ns: int, code: int | None, trace: str, *, with_result: bool) -> Failure:
-    """The end of a rank without an error, as a failure: other ranks were still communicating with it.
-
-    `code`: None if the rank has finished its program but has not exited yet.
-    """
-    how = "came to its end" if code is None else f"left with exit code {code}"
-    return Failure(
-        rank=rank,
-        at_ns=at_ns,
-        summary=f"{'its function returned' if with_result else how} while other ranks still communicated with it",
-        traceback=trace,
-        exit_code=code or 0,
-    )
+def departure(rank: int, at_ns: int, how: str) -> Failure:
+    """The end of a rank without an error, as a failure: other ranks were still communicating with it."""
+    return Failure(rank=rank, at_ns=at_ns, summary=f"{how} while other ranks still communicated with it", exit_code=0)
 
 
 def first(failures: Sequence[Failure], left: Sequence[Failure] = ()) -> Failure:
@@ -63,7 +50,7 @@ def first(failures: Sequence[Failure], left: Sequence[Failure] = ()) -> Failure:
     that ended last before them.
     """
     earliest = min(failures, key=lambda failure: (failure.lost_peer, failure.at_ns))
-    if not left or not earliest.lost_peer or not any(words in earliest.traceback for words in OF_COLLECTIVES):
+    if not left or not earliest.lost_peer:
         return earliest
     # A rank that ended long before is not the cause; one that ended a moment after may have been noticed late.
     recent = departed_recently(failures, left)

@@ -150,15 +150,13 @@ class Server:
         return ended
 
     def _import(self, names: tuple[str, ...]) -> None:
-        from fabric.launchers.process.interpreter import freeze
-
         if self._imported.issuperset(names):
             return
         for name in names:
             import_module(name)
         self._imported.update(names)
         gc.collect()
-        freeze()  # ranks share the memory of what is imported, until they look at it
+        gc.freeze()  # ranks share the memory of what is imported, until they look at it
 
     def _become_rank(self, task_fd: int, report_fd: int, streams: list[int], parent: int) -> NoReturn:
         from fabric.launchers.process.interpreter import forget_parent
@@ -175,8 +173,8 @@ class Server:
             os.close(fd)
         try:
             with open(task_fd, "rb") as file:
-                pickle.load(file)  # the import path, which is part of the request
-                run_task(file, report_fd, parent, sys.path)
+                sys.path[:] = pickle.load(file)
+                run_task(file, report_fd, parent)
         finally:
             os._exit(1)
 

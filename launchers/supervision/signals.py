@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -16,7 +16,7 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Signals:
-    """Context manager: signals are recorded in `received`, and not handled; on exit the previous handlers are restored.
+    """Between `install` and `restore` signals are recorded in `received`, and not handled.
 
     A signal that was ignored (`nohup`) stays ignored. Outside the main thread Python delivers no signals: nothing is
     recorded there, and the guardian still ends the ranks when this process ends.
@@ -30,19 +30,14 @@ class Signals:
         self._before: dict[int, Any] = {}
         self._before_fd: int | None = None
 
-    def __enter__(self) -> Signals:
+    def install(self) -> None:
+        """Record signals from now on."""
         if threading.current_thread() is not threading.main_thread():
-            return self
+            return
         self._before_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in ENDING + PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
 
     def restore(self) -> None:
         """Restore handlers and wake-up descriptor. A second call does nothing."""

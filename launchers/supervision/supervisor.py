@@ -18,8 +18,8 @@ from functools import partial
 from types import TracebackType
 
 from fabric.launchers.launcher import Topology
-from fabric.launchers.process.os_process import exit_fd, kill_group, signal_rank
-from fabric.launchers.process.reports import Failure, Leaving, Result, fatal_stack, read_reports
+from fabric.launchers.process.os_process import kill_group, signal_rank
+from fabric.launchers.process.reports import Failure, Leaving, Result, read_reports
 from fabric.launchers.rendezvous.store_server import MeetingPoint
 from fabric.launchers.supervision import failure
 from fabric.launchers.supervision.guardian import Guardian
@@ -55,24 +55,16 @@ class Child:
     pid: int
     exit_fd: int
     """Readable once the rank has ended."""
-    reap: Callable[[], int]
-    """Returns its exit code, or minus the signal that killed it. Called once, after the rank has ended."""
     report_fd: int
+    reap: Callable[[], int] | None = None
+    """Returns its exit code, or minus the signal that killed it. Called once, after the rank has ended. None: a child
+    of this process."""
     received: bytearray = field(default_factory=bytearray)
     """What was read of its reports, and is not complete yet."""
     leaving: Leaving | None = None
     """Sent by a rank whose program has finished."""
     watcher: Place | None = None
     """The address of the rank's watcher."""
-
-
-def child_of(rank: int, pid: int, report_fd: int) -> Child:
-    """A rank that is a child of this process."""
-
-    def reap() -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    return Child(rank=rank, pid=pid, exit_fd=exit_fd(pid), reap=reap, report_fd=report_fd)
 
 
 class Supervisor:
@@ -98,7 +90,7 @@ class Supervisor:
         self._point = MeetingPoint(self.topology)
         self._guardian = Guardian()
         self._selector = selectors.DefaultSelector()
-        self.signals.__enter__()
+        self.signals.install()
         self._selector.register(self.signals.wake_fd, selectors.EVENT_READ, self._handle_signals)
         return self
 
@@ -108,7 +100,6 @@ class Supervisor:
         if self._abandoned:
             return
         self._kill()
-        self._listen()  # if a later rank could not be started, `wait` was not reached
         while self._running:
             self._poll()
         self._point.close(failed=error is not None or bool(self.failures))
@@ -141,27 +132,19 @@ class Supervisor:
         self._guardian.watch(child.pid)
         os.set_blocking(child.report_fd, False)
         self._running[child.rank] = child
+        self._selector.register(child.report_fd, selectors.EVENT_READ, partial(self._read_reports, child))
+        self._selector.register(child.exit_fd, selectors.EVENT_READ, partial(self._on_exit, child))
+        for stream in self._output.streams(child.rank):
+            self._selector.register(
+                stream.reader, selectors.EVENT_READ, partial(self._copy, stream.reader, stream.copy)
+            )
 
     def wait(self) -> None:
         """Return once every rank has ended, and the results, failures and ended ranks are known."""
         self._point.open()
-        self._listen()
         self._handle_signals()
         while self._running:
             self._poll()
-
-    def _listen(self) -> None:
-        """Watch for the reports, the output and the ends of the ranks. A second call does nothing."""
-        watched = self._selector.get_map()
-        for child in self._running.values():
-            if child.exit_fd in watched:
-                continue
-            self._selector.register(child.report_fd, selectors.EVENT_READ, partial(self._read_reports, child))
-            self._selector.register(child.exit_fd, selectors.EVENT_READ, partial(self._on_exit, child))
-            for stream in self._output.streams(child.rank):
-                self._selector.register(
-                    stream.reader, selectors.EVENT_READ, partial(self._copy, stream.reader, stream.copy)
-                )
 
     def _ignore(self, fd: int) -> None:
         """Watch a descriptor no longer. A second call does nothing."""
@@ -222,7 +205,7 @@ class Supervisor:
         for fd in (child.report_fd, child.exit_fd, *(stream.reader for stream in streams)):
             self._ignore(fd)
         kill_group(child.pid, signal.SIGKILL)  # before it is reaped: then its number may be reused
-        code = child.reap()
+        code = child.reap() if child.reap else os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
         self._guardian.forget(child.pid)
         os.close(child.report_fd)
         os.close(child.exit_fd)
@@ -232,22 +215,20 @@ class Supervisor:
             self._point.end_waits()  # the others are saving, perhaps with this rank: they have the time of the signal
         without_result = self.expects_results and child.rank not in self.results
         if code == 0 and not without_result:
-            self.departures.append(self._departure(child, at_ns, code))
+            self.departures.append(self._departure(child, at_ns, "left with exit code 0"))
             if self.failures and not self._stopping:
                 self._after(REPORT_SECONDS, self._terminate)
-        elif not any(known.rank == child.rank for known in self.failures):
-            stack = child.leaving.traceback if child.leaving else fatal_stack(child.received)
-            self._fail(failure.death(child.rank, at_ns, code, stack, without_result=without_result))
+        else:
+            self._fail(failure.death(child.rank, at_ns, code, without_result=without_result))
 
-    def _departure(self, child: Child, at_ns: int, code: int | None) -> Failure:
-        trace = ""
-        if child.leaving is not None:
-            at_ns, trace = child.leaving.at_ns, child.leaving.traceback
-        return failure.departure(child.rank, at_ns, code, trace, with_result=child.rank in self.results)
+    def _departure(self, child: Child, at_ns: int, how: str) -> Failure:
+        at_ns = at_ns if child.leaving is None else child.leaving.at_ns
+        return failure.departure(child.rank, at_ns, "its function returned" if child.rank in self.results else how)
 
     def _fail(self, report: Failure) -> None:
         """Record a failure. The first one ends the other ranks."""
-        if self._stopping and not self.signals.received:
+        is_ended = self._stopping and not self.signals.received
+        if is_ended or any(known.rank == report.rank for known in self.failures):
             return
         self.failures.append(report)
         self._output.note(report.rank, report.traceback or report.summary)
@@ -263,7 +244,7 @@ class Supervisor:
         failed = [known.rank for known in self.failures]
         for child in self._running.values():
             if child.leaving is not None:  # it would have ended by itself, given more time
-                self.departures.append(self._departure(child, child.leaving.at_ns, child.leaving.exit_code))
+                self.departures.append(self._departure(child, child.leaving.at_ns, "came to its end"))
             elif child.rank not in failed:  # a failed rank is ending already, and may be writing its files
                 signal_rank(child.pid, signal.SIGTERM)
         self._after(TERMINATE_SECONDS, self._kill)
@@ -287,8 +268,6 @@ class Supervisor:
                 signal_rank(child.pid, number)
             if number in ENDING:
                 self._stopping = True
-                watchers = [child.watcher for child in self._running.values() if child.watcher is not None]
-                ask_all(watchers, "signalled", REPORT_SECONDS)
                 self._after(PATIENCE_SECONDS, partial(self._say_we_wait, number))
                 self._after(GRACE_SECONDS, self._kill)
 

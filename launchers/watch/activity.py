@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-Kind: TypeAlias = Literal["collective", "loader", "python", "silent", "ended"]
+Kind: TypeAlias = Literal["collective", "loader", "python", "silent", "gone"]
 
 WORLD = "of all ranks"
 """How the process group of all ranks is named here."""
 GRADIENTS = "gradients"
 CALLS = "calls of fabric"
 """The descriptions of others of all ranks, see `process_group.py`."""
+ELSEWHERE = "Python is at "
+"""Begins `Activity.where` if the call goes on in the background."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +37,6 @@ class Call:
     pending: bool = False
     is_on_device: bool = False
     """Whether an accelerator runs it: its timeout raises nothing in the thread that has made it."""
-    in_order: bool = True
-    """Whether it was made in the order of the program: by the thread that runs the loop, or by autograd for it."""
 
     def seconds(self, now_ns: int) -> float:
         """How long ago it was started."""
@@ -56,8 +56,7 @@ class Activity:
     seconds: float | None = None
     """Duration of the collective, or the time since the last one; None: unknown."""
     calls: tuple[Call, ...] = ()
-    """The last collectives, oldest first: as many as are recorded if requested, otherwise the pending ones and the last
-    one of each process group."""
+    """The last collectives that are recorded, oldest first."""
 
     def to_bytes(self) -> bytes:
         """Serialize."""

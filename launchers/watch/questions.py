@@ -74,17 +74,6 @@ def _ask(place: Place, question: str, seconds: float) -> bytes | Silence:
     return bytes(answer) or "refused"
 
 
-def is_reachable(address: str, port: int, seconds: float) -> bool:
-    """Whether the machine answers, be it that nothing listens on the port."""
-    try:
-        socket.create_connection((address, port), seconds).close()
-    except ConnectionError:
-        return True
-    except OSError:
-        return False
-    return True
-
-
 class Listener:
     """A port on which questions are answered, each in a thread, since an answer may need other ranks."""
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from fabric.launchers.watch.activity import CALLS, GRADIENTS, WORLD, Activity, Call
+from fabric.launchers.watch.activity import CALLS, ELSEWHERE, GRADIENTS, WORLD, Activity, Call
 
-MOST_COMPARED = 16
-"""How many of the calls in which ranks wait are compared with each other."""
+GONE = "A collective of all ranks waits for a rank that has ended or cannot be reached, and will never complete."
+DIVERGED = "The ranks did not make the same call, and would wait for each other forever."
 
 
 def who_waits(activities: Sequence[Activity]) -> str:
@@ -38,27 +37,31 @@ def first_difference(activities: Sequence[Activity]) -> str:
     return "\n".join(lines)
 
 
-def have_diverged(activities: Sequence[Activity]) -> bool:
-    """Whether a pending call never returns, because the ranks did not make the same calls.
+def waiting_calls(activities: Sequence[Activity]) -> dict[int, Call]:
+    """The call in which each rank waits, without ranks that run Python meanwhile, or wait in `send` and `recv`, which
+    backends match by no number."""
+    found = {}
+    for each in activities:
+        call = next((call for call in each.calls if call.pending), None)
+        waits = each.kind == "collective" and not each.where.startswith(ELSEWHERE)
+        if waits and call is not None and not call.operation.startswith(("send", "recv")):
+            found[each.rank] = call
+    return found
 
-    Backends match the calls of a process group by their number. So a call is lost that is another operation, or has
-    other tensors, on another rank. Calls of several groups are made in the order of the program. So they are lost, too,
-    if one rank is ahead of another in one group, and behind it in another group.
+
+def why_none_goes_on(activities: Sequence[Activity], before: Mapping[int, Call]) -> str:
+    """Why no rank ever continues; empty if one may. `before`: the calls in which they waited at an earlier table.
+
+    All ranks wait where they waited before, or are gone: have ended, or are on a machine that cannot be reached.
     """
-    made: dict[tuple[str, int], set[str]] = {}
-    pending = set()
-    for call in (call for each in activities for call in each.calls):
-        if not call.operation.startswith(("send", "recv")):  # recorded on NCCL, and not matched by their number
-            made.setdefault((call.group, call.number), set()).add(_compared(call.operation))
-            if call.pending:
-                pending.add((call.group, call.number))
-    return any(len(made[each]) > 1 for each in pending) or _have_crossed(activities)
-
-
-def wait_for_ended(activities: Sequence[Activity]) -> bool:
-    """Whether a rank has ended, and others wait in a collective of all ranks. gloo raises there, and NCCL does not."""
-    pending = any(call.pending and _is_of_all(call.group) for each in activities for call in each.calls)
-    return pending and any(each.kind == "ended" for each in activities)
+    waiting = waiting_calls(activities)
+    gone = [each for each in activities if each.kind == "gone"]
+    stay = all(rank in before and _id(before[rank]) == _id(call) for rank, call in waiting.items())
+    if not stay or len(waiting) + len(gone) < len(activities):
+        return ""
+    if gone:
+        return GONE if any(_is_of_all(call.group, activities) for call in waiting.values()) else ""
+    return DIVERGED if _never_meet(activities) else ""
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -100,18 +103,16 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def _advice(activities: Sequence[Activity]) -> list[str]:
     """The conclusion, if there is a certain one."""
     busy = [each.rank for each in activities if each.kind in ("python", "loader")]
-    gone = [each.rank for each in activities if each.kind in ("silent", "ended")]
+    gone = [each.rank for each in activities if each.kind in ("silent", "gone")]
     if gone:
         return [f"The others wait for {ranks_in_words(gone)}."]
     if busy:
         return [f"The others wait for {ranks_in_words(busy)}, which may be slow, or in another part of the program."]
-    if have_diverged(activities):
-        return ["Ranks made different calls, and wait for each other forever."]
-    return []
+    return ["They wait in different calls."] if _never_meet(activities) else []
 
 
 def _difference(group: str, activities: Sequence[Activity]) -> list[str]:
-    answering = [each for each in activities if each.kind not in ("silent", "ended")]
+    answering = [each for each in activities if each.kind not in ("silent", "gone")]
     calls = {each.rank: {call.number: call for call in each.calls if call.group == group} for each in answering}
     if group != WORLD:  # a rank without a call may be outside of it
         calls = {rank: known for rank, known in calls.items() if known}
@@ -143,37 +144,28 @@ def _compared(operation: str) -> str:
     return operation if name in ("all_reduce", "broadcast") else name
 
 
-def _have_crossed(activities: Sequence[Activity]) -> bool:
-    """Whether two ranks wait in calls of two groups of all ranks, of which neither has made the other's."""
-    recorded = {each.rank: [call for call in each.calls if call.in_order] for each in activities}
-    groups = [{call.group for call in calls} for calls in recorded.values()]
-    of_all = {name for name in set.union(*groups) if _is_of_all(name)} | set.intersection(*groups)
-    waiting = {}
-    for each in activities:
-        pending = next((call for call in recorded[each.rank] if call.pending and call.group in of_all), None)
-        if each.kind == "collective" and pending is not None:
-            waiting[pending.group, pending.number] = recorded[each.rank]
-    return any(
-        one[0] != other[0] and _lacks(waiting[one], other, waiting[other]) and _lacks(waiting[other], one, waiting[one])
-        for one, other in itertools.combinations(list(waiting)[:MOST_COMPARED], 2)
-    )
+def _never_meet(activities: Sequence[Activity]) -> bool:
+    """Whether ranks wait in different calls of groups of all ranks, or in one call with other operations or tensors.
+
+    Backends match the calls of a process group by their number.
+    """
+    of_all, made = set(), dict[tuple[str, int], set[str]]()
+    for call in waiting_calls(activities).values():
+        made.setdefault(_id(call), set()).add(_compared(call.operation))
+        if _is_of_all(call.group, activities):
+            of_all.add(_id(call))
+    return len(of_all) > 1 or any(len(operations) > 1 for operations in made.values())
 
 
-def _is_of_all(group: str) -> bool:
-    """Whether all ranks are in this process group."""
-    return any(word in group for word in (WORLD, GRADIENTS, CALLS))
+def _id(call: Call) -> tuple[str, int]:
+    return call.group, call.number
 
 
-def _lacks(calls: Sequence[Call], wanted: tuple[str, int], others: Sequence[Call]) -> bool:
-    """Whether a rank with these `calls` has certainly not made the call that another rank waits in."""
-    group, number = wanted
-    made = [call.number for call in calls if call.group == group]
-    if made:
-        return number > made[-1]
-    # None of that group is recorded. So it has made none since any call that both have recorded.
-    known = {(call.group, call.number) for call in calls}
-    before = itertools.takewhile(lambda call: (call.group, call.number) != wanted, others)
-    return any((call.group, call.number) in known for call in before)
+def _is_of_all(group: str, activities: Sequence[Activity]) -> bool:
+    """Whether all ranks are in this process group: by its name, or because each has made a call in it."""
+    if any(word in group for word in (WORLD, GRADIENTS, CALLS)):
+        return True
+    return all(any(call.group == group for call in each.calls) for each in activities)
 
 
 def _said(call: Call | None) -> str:

@@ -8,13 +8,12 @@ the process group is what hangs. If the ranks go on waiting, it is notified agai
 
 # Note [Slow or lost]
 A rank that is slow, stopped or holds the GIL is waited for. All ranks fail if none of them can go on:
-- A rank has ended, and a collective of all ranks waits for it. gloo notices that its connection is closed, NCCL does
-  not.
-- Ranks made different calls: a pending all-reduce that is a broadcast on another rank never returns.
+- Two tables in a row show each rank waiting in the same call, and these calls never complete: other ranks wait in
+  another call of all ranks, or in another operation of that number. (Backends match calls by their number.)
+- The same, with ranks that have ended, or whose machine cannot be reached. gloo notices that a connection is closed,
+  NCCL does not.
 - The timeout of a call on an accelerator is over. gloo raises in the thread that waits; NCCL would abort the process a
   minute later, with the C++ stack of a thread of its own.
-- The machine of a rank is lost, or the network to it: it cannot be reached three times in a row. No rank is notified of
-  that, and the collective would wait for its timeout.
 Under a launcher that is not ours each rank ends itself: its main thread cannot be woken up.
 
 Cost: one request to the store and one open port per rank, and 0.1 ms of the GIL every few seconds.
@@ -33,13 +32,12 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, final
 
-from fabric.launchers.process import os_process
 from fabric.launchers.process.stack import frames_of, is_within, users_line
 from fabric.launchers.rank.network import own_address
 from fabric.launchers.rank.rank import own_supervisor
-from fabric.launchers.watch.activity import Activity, Call, Kind
-from fabric.launchers.watch.questions import Listener, Place, Silence, ask_all, is_reachable
-from fabric.launchers.watch.table import first_difference, have_diverged, ranks_in_words, wait_for_ended, who_waits
+from fabric.launchers.watch.activity import ELSEWHERE, Activity, Call, Kind
+from fabric.launchers.watch.questions import Listener, Place, Silence, ask_all
+from fabric.launchers.watch.table import DIVERGED, first_difference, waiting_calls, who_waits, why_none_goes_on
 from fabric.launchers.world import World
 
 if TYPE_CHECKING:
@@ -52,18 +50,17 @@ LAST_WORDS_SECONDS = 3.0
 if that is less."""
 NOTED_SECONDS = 0.5
 """How long a call on an accelerator may still be recorded as pending after it: torch's thread looks every 0.1 s."""
-NUM_MISSED = 3
-"""How many times in a row a machine cannot be reached before its ranks are lost: at 30, 60 and 120 s of a wait."""
 TIMED_OUT = "A collective on the accelerator has waited for all of its `timeout_seconds`."
-ENDED = "A collective of all ranks waits for a rank that has ended, and will never complete."
+ADVICE = (
+    'Make all ranks call the same operations, in the same order. With `sanitize="always"`, or `fabric run --sanitize '
+    "always`, each call is compared before it runs."
+)
 MOST_CHARACTERS = 16000
 """How much of the message of a failure is sent to each of the other ranks: its end."""
 LOOK_SECONDS = 5.0
 """The longest interval between two looks at the flight recorder."""
 NUM_SPEAKERS = 4
 """How many lower ranks a rank tries to notify before it asks all ranks itself."""
-SIGNALLED_SECONDS = 3.0
-"""The `report_after_seconds` of a job that ends by a signal: a rank that waits for one that has ended handles none."""
 DATA_LOADER = "torch/utils/data/dataloader.py", ("_next_data", "_try_get_data", "_get_data")
 """Functions in which an iterator waits for its workers."""
 PEER_TO_PEER = "torch/distributed/distributed_c10d.py", ("send", "recv")
@@ -100,11 +97,8 @@ class Watcher:
         self._asked_at = -_NEVER
         self._printed_at: dict[str, float] = {}
         """When this rank has printed the table, by the question: waits, ends or over."""
-        self._is_signalled = False
-        """Whether the job ends by a signal, after which its supervisor gives each rank time to save."""
-        self._missed: dict[int, int] = {}
-        """Ranks whose machine could not be reached, and how many times in a row."""
-        self._store_missed = 0
+        self._waited_in: dict[int, Call] = {}
+        """The call in which each rank waited at the last table that this rank has printed."""
         self._one_at_a_time = threading.Lock()
         address, token = own_address(world), secrets.token_hex(8)
         self._listener = Listener(address, token, self._answer)
@@ -130,7 +124,7 @@ class Watcher:
 
     # What this rank does
 
-    def activity(self, *, with_calls: bool = False) -> Activity:
+    def activity(self) -> Activity:
         """What the rank is doing now."""
         calls, now_ns = tuple(self._journal.calls(with_lines=True)), time.time_ns()
         frames = frames_of(sys._current_frames().get(self._thread_id))
@@ -141,14 +135,11 @@ class Watcher:
         if pending is not None:
             kind, words, seconds = "collective", f"waits in {pending.operation}", pending.seconds(now_ns)
             if _line(pending.where) not in ("", _line(where)):
-                words, where = f"{words}, {pending.where}", f"Python is at {where}"
+                words, where = f"{words}, {pending.where}", f"{ELSEWHERE}{where}"
         elif is_within(frames[:1], *PEER_TO_PEER):
             kind, words, seconds = "collective", f"waits in {frames[0][2]}", None
         elif is_within(frames, *DATA_LOADER):
             kind, words = "loader", "waits for a worker of its DataLoader"
-        if not with_calls:  # the pending ones, and the last one of each group
-            last = {call.group: call for call in calls}
-            calls = tuple(call for call in calls if call.pending or call is last[call.group])
         return Activity(rank=self._world.rank, kind=kind, words=words, where=where, seconds=seconds, calls=calls)
 
     # The thread
@@ -162,7 +153,8 @@ class Watcher:
     def _look(self) -> float:
         """Report a call that waits too long, and again after twice the time. Returns seconds until the next look."""
         pause = min(max(self._report_after / 6, 0.05), LOOK_SECONDS)
-        call = self._longest_call()
+        calls = self._journal.calls(with_lines=False) if self._journal.is_waiting() else ()
+        call = next((call for call in calls if call.pending), None)
         if call is None:
             self._told = None
             return pause
@@ -179,17 +171,9 @@ class Watcher:
                 threading.Thread(target=self._tell, args=(question,), daemon=True, name="fabric-watch-tell").start()
         return min(pause, max(left, 0.05)) if left > 0 else pause
 
-    def _longest_call(self) -> Call | None:
-        """The first pending call."""
-        if not self._journal.is_waiting():
-            return None
-        return next((call for call in self._journal.calls(with_lines=False) if call.pending), None)
-
     def _tell(self, question: str) -> None:
         """Let the lowest rank that answers ask all ranks and print; this rank, if none of them answers."""
         with contextlib.suppress(Exception):  # the store may be gone: the job is ending
-            if not self._reaches_store():
-                return
             for place in self._places(range(min(self._world.rank, NUM_SPEAKERS))):
                 if isinstance(ask_all([place], question, ANSWER_SECONDS)[place.rank], bytes):
                     return
@@ -198,19 +182,14 @@ class Watcher:
     def _answer(self, question: str) -> bytes:
         word, _, rest = question.partition(" ")
         match word:
-            case "activity" | "journal":
+            case "activity":
                 self._asked_at = time.monotonic()
-                return self.activity(with_calls=word == "journal").to_bytes()
+                return self.activity().to_bytes()
             case "waits" | "ends" | "over":
                 threading.Thread(target=self._print, args=(word,), daemon=True, name="fabric-watch-ask").start()
-            case "signalled":
-                self._report_after, self._told = min(self._report_after, SIGNALLED_SECONDS), None
-                self._is_signalled = True
             case "failed":
                 self._report(json.loads(rest))
                 self._leave()
-            case "process":
-                return os_process.describe_silence(int(rest)).encode()
             case "table":
                 return (self.table(if_waiting_seconds=float(rest)) or " ").encode()
         return b"ok"
@@ -219,7 +198,7 @@ class Watcher:
 
     def table(self, *, if_waiting_seconds: float = 0.0) -> str:
         """The table; empty if no rank has waited in a collective for that long."""
-        activities = self._all_activities("activity")
+        activities = self._all_activities()
         waited = max((each.seconds or 0.0 for each in activities if each.kind == "collective"), default=-1.0)
         return "" if waited < if_waiting_seconds else who_waits(activities)
 
@@ -229,7 +208,7 @@ class Watcher:
             apart = self._report_after / 2 if question == "waits" else LAST_WORDS_SECONDS
             if time.monotonic() - self._printed_at.get(question, -_NEVER) < apart:
                 return
-            activities = self._all_activities("activity" if question == "waits" else "journal")
+            activities = self._all_activities()
             self._printed_at[question] = time.monotonic()
             if question != "over":
                 difference = first_difference(activities) if question == "ends" else ""
@@ -238,39 +217,11 @@ class Watcher:
                     self._supervisor.send(words)
                 else:
                     print(words, file=sys.stderr, flush=True)
-            why = self._why_end(question, activities)
+            why = TIMED_OUT if question == "over" else why_none_goes_on(activities, self._waited_in)
+            self._waited_in = waiting_calls(activities)
             if why:
-                self._end_all(why)
-
-    def _why_end(self, question: str, activities: Sequence[Activity]) -> str:
-        """Why no rank can go on; empty if they may. See Note [Slow or lost]."""
-        lost = [rank for rank, times in self._missed.items() if times >= NUM_MISSED]
-        if question == "over":  # it ends in any case: NCCL's watchdog has marked it
-            return _never_completes(TIMED_OUT, activities)
-        if lost:
-            hosts = {place.host for place in self._places(lost)}
-            return _lost(f"{ranks_in_words(lost)}, {', '.join(sorted(hosts))}")
-        if question == "ends":
-            return ""
-        if wait_for_ended(activities):
-            return _never_completes(ENDED, activities)
-        if have_diverged(activities) or all(each.kind == "collective" for each in activities):
-            activities = self._all_activities("journal")
-            if have_diverged(activities):
-                return _diverged(first_difference(activities))
-        return ""
-
-    def _reaches_store(self) -> bool:
-        """Whether the machine with the job's store can be reached; fail this rank if not, for the third time."""
-        at = self._world.rendezvous
-        if at is None or is_reachable(at.address, at.port, ANSWER_SECONDS):
-            self._store_missed = 0
-            return True
-        self._store_missed += 1
-        if self._store_missed >= NUM_MISSED:
-            self._report(_lost(f"node 0, {at.address}"))
-            self._leave()
-        return False
+                last = ADVICE if why == DIVERGED else who_waits(activities)
+                self._end_all("\n".join(filter(None, [why, first_difference(activities), last])))
 
     def _end_all(self, words: str) -> None:
         """Fail all ranks, with this message."""
@@ -288,66 +239,38 @@ class Watcher:
 
     def _leave(self) -> None:
         """End this process if no supervisor does soon: the main thread, in a collective, cannot be woken up."""
-        if self._supervisor is None or self._is_signalled:
+        if self._supervisor is None:
             os._exit(1)
 
-    def _all_activities(self, question: str) -> list[Activity]:
+    def _all_activities(self) -> list[Activity]:
         """The activities of all ranks, in rank order."""
         places = self._places(range(self._world.size))
-        answers = ask_all([place for place in places if place.rank != self._world.rank], question, ANSWER_SECONDS)
-        unreachable = [rank for rank, answer in answers.items() if answer == "unreachable"]
-        self._missed = {rank: self._missed.get(rank, 0) + 1 for rank in unreachable}
-        activities = {self._world.rank: self.activity(with_calls=question == "journal")}
+        answers = ask_all([place for place in places if place.rank != self._world.rank], "activity", ANSWER_SECONDS)
+        activities = {self._world.rank: self.activity()}
         for rank, answer in answers.items():
             if isinstance(answer, bytes):
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     activities[rank] = Activity.from_bytes(answer)
-        silent = [place for place in places if place.rank not in activities]
-        answering = [place for place in places if place.rank in activities]
-        activities.update((place.rank, self._silent(place, answering, answers[place.rank])) for place in silent)
-        return [activities[rank] for rank in range(self._world.size)]
+        return [activities.get(place.rank) or self._absent(place, answers[place.rank]) for place in places]
 
     def _places(self, ranks: Iterable[int]) -> list[Place]:
         """Uses a connection of its own: the main thread's may be blocked."""
         store = self._store.clone()  # type: ignore[attr-defined]
         return [Place.from_bytes(each) for each in store.multi_get([_key(rank) for rank in ranks])]
 
-    def _silent(self, place: Place, answering: Sequence[Place], answer: bytes | Silence) -> Activity:
-        """The state of a rank that did not answer, reported by a rank of the same machine that does."""
-        state = os_process.SILENT
-        neighbour = next((each for each in answering if each.host == place.host), None)
-        if neighbour is not None:
-            heard = ask_all([neighbour], f"process {place.pid}", ANSWER_SECONDS)[neighbour.rank]
-            state = heard.decode() if isinstance(heard, bytes) else state
-        if answer == "unreachable":
-            state = os_process.UNREACHABLE
-        elif answer == "refused" and state != os_process.ENDED:
-            state = os_process.CLOSED
+    def _absent(self, place: Place, answer: bytes | Silence) -> Activity:
+        """The state of a rank that did not answer."""
+        words = f"does not answer: process {place.pid} is stopped, or in C code that holds Python's lock"
+        if answer == "refused":
+            words = "has ended, or closed its fabric"
+        elif answer == "unreachable":
+            words = "cannot be reached"
         return Activity(
             rank=place.rank,
-            kind="ended" if state in (os_process.ENDED, os_process.CLOSED) else "silent",
-            words=state,
+            kind="gone" if answer in ("refused", "unreachable") else "silent",
+            words=words,
             where="" if self._world.num_nodes == 1 else f"on {place.host}",
         )
-
-
-def _never_completes(why: str, activities: Sequence[Activity]) -> str:
-    return "\n".join(filter(None, [why, first_difference(activities), who_waits(activities)]))
-
-
-def _lost(words: str) -> str:
-    return (
-        f"The machine of {words}, could not be reached {NUM_MISSED} times in a row while other ranks waited in a "
-        "collective: it is down, or the network. Start the job again from its last checkpoint."
-    )
-
-
-def _diverged(words: str) -> str:
-    return (
-        f"The ranks did not make the same call, and would wait for each other forever.\n{words}\n"
-        'Make all ranks call the same operations, in the same order. With `sanitize="always"`, or `fabric run '
-        "--sanitize always`, each call is compared before it runs."
-    )
 
 
 def _line(where: str) -> str:

@@ -14,7 +14,6 @@ One save at a time: the next one waits for the previous one.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -69,9 +68,8 @@ class PendingSave:
 
         Raises: CheckpointError: it could not be written; the same on every rank.
         """
-        # A signal that arrives right before Python blocks is handled only once it wakes up.
         while not self._ended.wait(_SECONDS_BETWEEN_SIGNALS):
-            pass
+            pass  # a signal that arrives right before Python blocks is handled only once it wakes up
         self.is_reported = True
         if self._error is not None:
             raise self._error
@@ -109,27 +107,18 @@ class BackgroundSaves:
         token = collective.broadcast_object(secrets.token_hex(4))
         store = collective.store()
         staged: list[Plan] = []
-        with contextlib.ExitStack() as locked:
-
-            def stage() -> None:
-                staged.append(self._staging.copy(plan(state, collective.rank, token), lambda part: True))
-                if collective.rank == 0:
-                    locked.callback(storage.lock())
-
-            refuse_together(collective, storage, attempt(stage), token)
-            unlock = locked.pop_all()
-
-        def save() -> Exception | None:
-            with unlock:
-                return _save(storage, staged.pop(), store, collective.size, after_commit)
-
-        self._pending = PendingSave(storage.path, save)
+        problem = attempt(lambda: staged.append(self._staging.copy(plan(state, collective.rank, token))))
+        refuse_together(collective, storage, problem, token)
+        self._pending = PendingSave(
+            storage.path, lambda: _save(storage, staged.pop(), store, collective.size, after_commit)
+        )
         self._pending.start()
         return self._pending
 
     def off_device(self, plan: Plan) -> Plan:
-        """The same plan, with copies of the tensors that are on a device: one wait for all, and not one for each."""
-        return self._staging.copy(plan, lambda part: has_streams(part.device))
+        """The plan with its tensors on the host. It waits for a device once, and not for each tensor."""
+        shards = (part for sharded in plan.tensors.values() for _, part in sharded.shards)
+        return self._staging.copy(plan) if any(has_streams(part.device) for part in shards) else plan
 
     def finish(self) -> None:
         """Wait for the save that is running, if any. Raises: CheckpointError: it failed, and no `wait` has raised."""
@@ -158,10 +147,9 @@ class Staging:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, plan: Plan, needs: Callable[[Tensor], bool]) -> Plan:
-        """The same plan, with copies of the tensors that need one, which are valid until the next call."""
-        shards = (part for sharded in plan.tensors.values() for _, part in sharded.shards)
-        parts = {memory_of(part): part for part in shards if needs(part)}
+    def copy(self, plan: Plan) -> Plan:
+        """The same plan, with copies of the tensors, which are valid until the next call."""
+        parts = {memory_of(part): part for sharded in plan.tensors.values() for _, part in sharded.shards}
         sizes = {key: -(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for key, part in parts.items()}
         devices = {part.device for part in parts.values() if has_streams(part.device)}
         self._reserve(sum(sizes.values()), pinned=bool(devices))
@@ -182,7 +170,7 @@ class Staging:
 
 
 def _of_copies(sharded: TensorShards, copies: dict[Any, Tensor]) -> TensorShards:
-    shards = tuple((chunk, copies.get(memory_of(part), part)) for chunk, part in sharded.shards)
+    shards = tuple((chunk, copies[memory_of(part)]) for chunk, part in sharded.shards)
     return replace(sharded, shards=shards)
 
 
@@ -197,10 +185,10 @@ def _save(
 
     try:
         if store is not None:
-            failure = _agree(store, plan, size, storage.path, problem, commit)
+            failure = _agree(store, plan, size, problem, commit)
         else:
             problem = problem or attempt(commit)
-            failure = Failure.of(problem, 0, storage.path)
+            failure = Failure.of(problem, 0)
     except Exception as error:  # of the store: a rank ended. Rank 0 may have committed, so the files are kept
         return CheckpointError(_UNKNOWN.format(rank=plan.rank, path=storage.path, why=error), rank=plan.rank)
     if failure is None:
@@ -212,7 +200,7 @@ def _save(
 
 
 def _agree(
-    store: Store, plan: Plan, size: int, path: str, problem: Exception | None, commit: Callable[[], None]
+    store: Store, plan: Plan, size: int, problem: Exception | None, commit: Callable[[], None]
 ) -> Failure | None:
     """The outcome, the same on every rank. Rank 0 calls `commit` once all ranks have written without a problem.
 
@@ -220,13 +208,13 @@ def _agree(
     """
     own: Any = PrefixStore(f"save/{plan.token}", store.clone())  # type: ignore[attr-defined]  # calls block it
     if problem is not None and own.add("num_failed", 1) == 1:
-        own.set("failure", _text(Failure.of(problem, plan.rank, path)))
+        own.set("failure", _text(Failure.of(problem, plan.rank)))
     if own.add("num_written", 1) == size:
         own.set("all_written", "")
     if plan.rank == 0:
         own.wait(["all_written"])
         failed = own.check(["failure"])
-        own.set("outcome", own.get("failure") if failed else _text(Failure.of(attempt(commit), 0, path)))
+        own.set("outcome", own.get("failure") if failed else _text(Failure.of(attempt(commit), 0)))
     found = json.loads(own.get("outcome"))
     return None if found is None else Failure(**found)
 

@@ -1,24 +1,25 @@
 """Export a module of a checkpoint as safetensors, whichever strategy saved it. One process, without a `Fabric`.
 
-Tensors are assembled from the pieces of all ranks and written one by one, so memory holds one tensor and mapped pages.
+Tensors are assembled from the pieces of all ranks for one file at a time; those that one rank saved are mapped.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from fabric.strategies.checkpoint import run_state, safetensors
+from fabric.strategies.checkpoint import safetensors
+from fabric.strategies.checkpoint.foreign import INDEX_SUFFIX
 from fabric.strategies.checkpoint.loading import Checkpoint, reading
-from fabric.strategies.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX, num_bytes_of
+from fabric.strategies.checkpoint.safetensors import SUFFIX
+from fabric.strategies.checkpoint.state import RUN
 from fabric.strategies.checkpoint.storage import Folder, local_path
-from fabric.strategies.checkpoint.stored import Stored
+from fabric.strategies.checkpoint.stored import Stored, in_memory
 
 Choose: TypeAlias = Callable[[str, Tensor], bool]
 
@@ -41,7 +42,7 @@ def consolidate(
     are no tensors (`_extra_state`), which only it can leave out. `adapter`: writes only this adapter of a `peft` model,
     under the names that `peft` loads, as `adapter_model.safetensors`.
     Tied tensors are written once, under the first of their names; the header lists the other names.
-    Memory: the largest tensor. All bytes are verified first.
+    Memory: tensors that several ranks saved in parts, of one file at a time. All bytes are verified first.
     Raises: CheckpointError: there is no complete checkpoint, or it is damaged. ValueError: nothing is left to write, no
     module or several, a value that is no tensor, or `out` has files of another export.
     """
@@ -68,7 +69,7 @@ def consolidate(
 
 def _modules(content: Any, at: tuple[str, ...] = ()) -> dict[str, Mapping[str, Any]]:
     """The entries that are states of modules, with their tensors by name."""
-    if not isinstance(content, dict) or "param_groups" in content or at == (run_state.NAME,):
+    if not isinstance(content, dict) or "param_groups" in content or at == (RUN,):
         return {}
     if any(isinstance(each, Stored) for each in content.values()) and at:
         return {"/".join(at): content}
@@ -127,21 +128,30 @@ def _untied(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str,
 def _write(
     out: Path, stem: str, tensors: Mapping[str, Stored], tied: Mapping[str, str], max_shard_bytes: int
 ) -> list[Path]:
-    if out.name.endswith(SUFFIX):
-        safetensors.write(out, tensors, {"format": "pt", **tied})
+    if out.suffix == SUFFIX:
+        safetensors.save(out, in_memory(tensors, mapped=True), tied)
         return [out]
-    folder, shards = Folder(out), list(_shards(tensors, max_shard_bytes))
-    count = f"{len(shards):05}"
-    names = [f"{stem}-{number:05}-of-{count}{SUFFIX}" for number in range(1, len(shards) + 1)]
+    shards = list(_shards(tensors, max_shard_bytes))
+    names = [f"{stem}-{number:05}-of-{len(shards):05}{SUFFIX}" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [stem + SUFFIX]
-    _refuse_others(folder, stem, names)
+    index = stem + SUFFIX + INDEX_SUFFIX
+    folder = Folder(out)
+    others = [each for each in folder.names() if each.startswith(stem) and SUFFIX in each]
+    if set(others) - {*names, index} or (index in others and len(shards) == 1):
+        raise ValueError(
+            f"{folder.path!r} contains files of another export, which readers would mix with this one: "
+            f"{', '.join(map(repr, sorted(others)))}. Remove them, or write to another folder."
+        )
     for name, shard in zip(names, shards, strict=True):
-        noted = {key: kept for key, kept in tied.items() if kept in shard}
-        safetensors.write(out / name, shard, {"format": "pt", **noted})
+        safetensors.save(
+            out / name, in_memory(shard, mapped=True), {key: kept for key, kept in tied.items() if kept in shard}
+        )
     if len(shards) > 1:
-        names.append(stem + INDEX_SUFFIX)
-        folder.commit(names[-1], _index(dict(zip(names, shards, strict=False))))
+        places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        content = {"metadata": {"total_size": sum(map(_num_bytes, tensors.values()))}, "weight_map": places}
+        folder.commit(index, json.dumps(content, indent=2).encode() + b"\n")
+        names.append(index)
     return [out / name for name in names]
 
 
@@ -150,28 +160,13 @@ def _shards(tensors: Mapping[str, Stored], max_bytes: int) -> Iterator[dict[str,
     shard: dict[str, Stored] = {}
     size = 0
     for key, stored in tensors.items():
-        if shard and size + num_bytes_of(stored) > max_bytes:
+        if shard and size + _num_bytes(stored) > max_bytes:
             yield shard
             shard, size = {}, 0
         shard[key] = stored
-        size += num_bytes_of(stored)
+        size += _num_bytes(stored)
     yield shard
 
 
-def _index(shards: Mapping[str, Mapping[str, Stored]]) -> bytes:
-    total = sum(num_bytes_of(each) for shard in shards.values() for each in shard.values())
-    places = {key: name for name, shard in shards.items() for key in shard}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode() + b"\n"
-
-
-def _refuse_others(folder: Folder, stem: str, names: list[str]) -> None:
-    """Raise ValueError if the folder contains files of another export."""
-    pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-    others = sorted(each for each in folder.names() if pattern.fullmatch(each) and each not in names)
-    if len(names) > 1 and others == [stem + INDEX_SUFFIX]:
-        return
-    if others:
-        raise ValueError(
-            f"{folder.path!r} contains files of another export, which readers would mix with this one: "
-            f"{', '.join(map(repr, others))}. Remove them, or write to another folder."
-        )
+def _num_bytes(stored: Stored) -> int:
+    return stored.like.nbytes

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from copy import copy
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,38 +15,32 @@ from fabric.strategies.checkpoint import safetensors
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.loading import refuse_unread
 from fabric.strategies.checkpoint.manifest import NAME
-from fabric.strategies.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX, weight_map
+from fabric.strategies.checkpoint.safetensors import SUFFIX
 from fabric.strategies.checkpoint.saving import attempt
 from fabric.strategies.checkpoint.storage import local_path, replacing, storage_of
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.tensors.nests import tensors_in
 
-TORCH_INDEX_SUFFIX = ".bin.index.json"
-"""The suffix of an index that older releases of `transformers` write next to shards of `torch.save`."""
-Kind: TypeAlias = Literal["torch", "safetensors"] | None
+INDEX_SUFFIX = ".index.json"
+"""The suffix of an index, which `transformers` writes next to shards: `model.safetensors.index.json`, or `*.bin`."""
 
 
-def kind_of(path: str | os.PathLike[str]) -> Kind:
-    """The format of a file, or of the files in a folder; None: a checkpoint of `fabric.save`, or nothing."""
+def is_foreign(path: str | os.PathLike[str]) -> bool:
+    """Whether this is a file, or a folder with safetensors; otherwise a checkpoint of `fabric.save`, or nothing."""
     place = local_path(path)
-    if place.is_file():
-        return "safetensors" if place.name.endswith((SUFFIX, INDEX_SUFFIX)) else "torch"
-    return "safetensors" if place.is_dir() and not (place / NAME).exists() and _in_folder(place) else None
+    return place.is_file() or (place.is_dir() and not (place / NAME).exists() and bool(_in_folder(place)))
 
 
-def load(collective: Collective, path: str | os.PathLike[str], kind: Kind) -> Any:
-    """The contents: CPU tensors, or a `Stored` for each. Ranks: all call it, with the `kind` that rank 0 found.
+def load(collective: Collective, path: str | os.PathLike[str]) -> Any:
+    """The contents, as CPU tensors. Ranks: all call it.
 
     Raises: CheckpointError: on every rank, if any could not read it.
     """
-    place, content = local_path(path), list[Any]()
+    content = list[Any]()
 
     def read() -> None:
-        if kind == "torch":
-            content.append(_read_torch(place))
-            _refuse_shards(content[0])
-        else:
-            content.append(safetensors.read(_one_of(place) if place.is_dir() else place))
+        content.append(_read(local_path(path)))
+        _refuse_shards(content[0])
 
     refuse_unread(collective, storage_of(path), attempt(read))
     return content[0]
@@ -87,33 +82,30 @@ def with_tied(module: nn.Module, content: Any) -> Any:
     return whole
 
 
-def _in_folder(folder: Path) -> list[str]:
+def _in_folder(folder: Path) -> list[Path]:
     """The indices of shards in the folder, or else the files."""
-    names = sorted(each.name for each in folder.iterdir())
-    return [name for name in names if name.endswith(INDEX_SUFFIX)] or [name for name in names if name.endswith(SUFFIX)]
+    files = sorted(folder.iterdir())
+    return [each for each in files if each.name.endswith(SUFFIX + INDEX_SUFFIX)] or [
+        each for each in files if each.suffix == SUFFIX
+    ]
 
 
-def _one_of(folder: Path) -> Path:
-    names = _in_folder(folder)
-    if len(names) > 1:
-        raise ValueError(f"The folder contains {', '.join(map(repr, names))}. Pass the path of one of them.")
-    return folder / names[0]
-
-
-def _read_torch(path: Path) -> Any:
-    if not path.name.endswith(TORCH_INDEX_SUFFIX):
-        return _unpickled(path)
-    content: dict[str, Any] = {}
-    chosen = weight_map(path)
-    for name in dict.fromkeys(chosen.values()):
-        shard = _unpickled(path.parent / name)
-        lost = [key for key, file in chosen.items() if file == name and key not in shard]
-        if lost:
-            raise ValueError(
-                f"`{path.name}` names tensors that are missing in `{name}`: {', '.join(map(repr, lost[:5]))}."
-            )
-        content |= {key: shard[key] for key, file in chosen.items() if file == name}
-    return content
+def _read(path: Path) -> Any:
+    """A file, the files of an index, or the only one of these in a folder."""
+    if path.is_dir():
+        found = _in_folder(path)
+        if len(found) > 1:
+            names = ", ".join(repr(each.name) for each in found)
+            raise ValueError(f"The folder contains {names}. Pass the path of one of them.")
+        return _read(found[0])
+    if not path.name.endswith(INDEX_SUFFIX):
+        return safetensors.load(path) if path.suffix == SUFFIX else _unpickled(path)
+    chosen = dict(json.loads(path.read_bytes())["weight_map"])
+    files = {name: _read(path.parent / Path(name).name) for name in set(chosen.values())}
+    lost = [key for key, name in chosen.items() if key not in files[name]]
+    if lost:
+        raise ValueError(f"`{path.name}` names tensors that its files do not have: {', '.join(map(repr, lost[:5]))}.")
+    return {key: files[name][key] for key, name in chosen.items()}
 
 
 def _unpickled(path: Path) -> Any:

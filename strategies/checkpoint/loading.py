@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
-from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME, Manifest, Table
+from fabric.strategies.checkpoint.manifest import NAME, Manifest, Piece
 from fabric.strategies.checkpoint.saving import Advance, attempt, is_written_by_save
 from fabric.strategies.checkpoint.storage import Storage, buffer_of, local_path, storage_of
 from fabric.strategies.checkpoint.stored import Stored, in_memory
@@ -45,14 +45,12 @@ class Checkpoint:
         Raises: FileNotFoundError: there is no manifest. ValueError: the manifest cannot be read.
         """
         manifest = Manifest.of_bytes(storage.read(NAME) if content is None else content)
-        files = manifest.table.files
-        open_file = cache(lambda name: storage.open(name, files[name].num_bytes))
-        return cls(storage=storage, manifest=manifest, open_file=open_file)
+        return cls(storage=storage, manifest=manifest, open_file=cache(storage.open))
 
     def content(self) -> Any:
         """The state that was saved, with a `Stored` for each tensor."""
-        tensors = self.manifest.table.tensors
-        stored = {pointer: Stored(pointer, entry, self.open_file) for pointer, entry in tensors.items()}
+        tensors = self.manifest.tensors.items()
+        stored = {pointer: Stored(pointer, entry, self.open_file) for pointer, entry in tensors}
         found = decode(self.manifest.values, stored.pop)
         for pointer, tensor in stored.items():  # those that rank 0 did not have
             _insert(found, keys_of(pointer), tensor)
@@ -68,28 +66,38 @@ class Checkpoint:
     ) -> None:
         """Compare bytes with their checksums: of all tensors, or of those within the outermost entries `names`.
 
-        `share`, of `num_shares`: the part of the bytes to verify, one run of them in the order of the files. A rank
-        that reads the shards it has saved verifies about the same bytes, so that its machine transfers them once.
-        Raises: ValueError: names the damaged tensors.
+        `share`, of `num_shares`: the part of the bytes to verify, in the order of the files. A rank that reads the
+        shards it has saved verifies about the same bytes, so that its machine transfers them once.
+        Raises: ValueError: names the damaged tensor.
         """
-        files = self.manifest.table.files
-        place = {name: number for number, name in enumerate(files)}
-        found_in = _blocks_of(self.manifest.table, None if names is None else set(names))
-        ordered = sorted(found_in, key=lambda block: (place[block[0]], block[1]))
-        blocks = ordered[len(ordered) * share // num_shares : len(ordered) * (share + 1) // num_shares]
-        opened = {name: self.open_file(name) for name in {name for name, _ in blocks}}
+        found: dict[tuple[int, str, int], tuple[str, Piece, int]] = {}
+        for pointer, entry in self.manifest.tensors.items():
+            for piece in entry.pieces if names is None or keys_of(pointer)[0] in names else ():
+                num_bytes = piece.chunk.numel * DTYPES[entry.dtype].itemsize
+                if num_bytes:  # tied tensors once; longer file names are those of later ranks
+                    found[len(piece.file), piece.file, piece.offset_bytes] = pointer, piece, num_bytes
+        total_bytes, start, own_bytes = sum(num_bytes for *_, num_bytes in found.values()), 0, 0
+        own: list[tuple[str, Piece, int]] = []
+        for _, each in sorted(found.items()):
+            if start * num_shares // total_bytes == share:
+                own.append(each)
+                own_bytes += each[2]
+            start += each[2]
+        opened = {name: self.open_file(name) for name in {piece.file for _, piece, _ in own}}
 
-        def is_damaged(block: tuple[str, int]) -> bool:
-            name, number = block
-            content = opened[name][number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-            return xxhash.xxh3_64_hexdigest(buffer_of(content)) != files[name].checksums[number]
+        def is_damaged(each: tuple[str, Piece, int]) -> bool:
+            _, piece, num_bytes = each
+            content = opened[piece.file][piece.offset_bytes : piece.offset_bytes + num_bytes]
+            return xxhash.xxh3_64_hexdigest(buffer_of(content)) != piece.checksum
 
+        done_bytes = 0
         # The launcher divides the cores among the ranks.
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            for done, (block, damaged) in enumerate(zip(blocks, threads.map(is_damaged, blocks), strict=True), 1):
-                advance(done * BLOCK_BYTES, len(blocks) * BLOCK_BYTES)
+            for (pointer, _, num_bytes), damaged in zip(own, threads.map(is_damaged, own), strict=True):
+                done_bytes += num_bytes
+                advance(done_bytes, own_bytes)
                 if damaged:
-                    raise ValueError(_DAMAGED.format(tensors=", ".join(found_in[block])))
+                    raise ValueError(_DAMAGED.format(tensor=pointer))
 
 
 def read_checkpoint(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> Any:
@@ -117,13 +125,8 @@ def reading(path: str | os.PathLike[str]) -> Iterator[Storage]:
         raise CheckpointError(_UNREAD.format(rank=0, path=storage.path, why=sentence_of(error)), rank=0) from error
 
 
-def load(
-    collective: Collective,
-    storage: Storage,
-    names: Iterable[str] | None = None,
-    advance: Advance = lambda done, total: None,
-) -> Any:
-    """The state that was saved, with a `Stored` for each tensor, after verifying the bytes within `names` (None: all).
+def load(collective: Collective, storage: Storage, advance: Advance = lambda done, total: None) -> Any:
+    """The state that was saved, with a `Stored` for each tensor, after verifying its bytes.
 
     Ranks: all call it. Raises: CheckpointError: on every rank, if a rank could not read it, or found it damaged.
     """
@@ -133,7 +136,7 @@ def load(
 
     def open_and_verify() -> None:
         opened.append(Checkpoint.open(storage, content))
-        opened[0].verify(names, share=collective.rank, num_shares=collective.size, advance=advance)
+        opened[0].verify(share=collective.rank, num_shares=collective.size, advance=advance)
 
     refuse_unread(collective, storage, attempt(open_and_verify))
     return opened[0].content()
@@ -190,19 +193,6 @@ def _what_is_there(storage: Storage) -> str:
     return "There is no such folder, or it is empty."
 
 
-def _blocks_of(table: Table, names: set[str] | None) -> dict[tuple[str, int], list[str]]:
-    """The blocks with bytes of tensors within `names`, by file and number, each with these tensors."""
-    found: dict[tuple[str, int], list[str]] = {}
-    for pointer, entry in table.tensors.items():
-        if names is None or keys_of(pointer)[0] in names:
-            for piece in entry.pieces:
-                num_bytes = piece.chunk.numel * DTYPES[entry.dtype].itemsize
-                past = piece.offset_bytes + num_bytes
-                for number in range(piece.offset_bytes // BLOCK_BYTES, -(-past // BLOCK_BYTES) if num_bytes else 0):
-                    found.setdefault((piece.file, number), []).append(pointer)
-    return found
-
-
 def _insert(found: Any, keys: list[str], tensor: Stored) -> None:
     for key in keys[:-1]:
         found = found.setdefault(key, {})
@@ -211,6 +201,5 @@ def _insert(found: Any, keys: list[str], tensor: Stored) -> None:
 
 _UNREAD = "Rank {rank} could not read the checkpoint {path!r}: {why}"
 _DAMAGED = (
-    "the bytes on disk are not those that were written (checksum mismatch), in or next to {tensors}. Load another "
-    "checkpoint."
+    "the bytes on disk are not those that were written (checksum mismatch), in {tensor}. Load another checkpoint."
 )

@@ -1,40 +1,29 @@
 """The manifest of a checkpoint: its contents, where each piece of each tensor is stored, and checksums.
 
 A checkpoint is complete if and only if its folder has a manifest. Files that the manifest does not name belong to a
-save that was not completed. It is JSON, so that any program can read it, and contains a checksum of itself.
+save that was not completed. It is JSON, so that any program can read it, and contains a checksum of itself. The part of
+each rank is written in the same format, next to its data.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, final
 
 import torch
 import xxhash
 
-from fabric.strategies.tensors.chunk import Chunk, Shape
+from fabric.strategies.tensors.chunk import Chunk, Shape, whole
 
 NAME = "manifest.json"
-FORMAT = "torchfabric checkpoint"
-VERSION = 2
-BLOCK_BYTES = 4 * 2**20
-"""Each checksum covers a block of this many bytes of a file, so that a reader verifies only the parts it needs."""
+FORMAT = f"torchfabric checkpoint, {sys.byteorder}-endian"
+VERSION = 3
 ALIGNMENT_BYTES = 64
 """Every piece starts at a multiple of this, so that its mapped bytes can be viewed as any dtype."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class File:
-    """A file with the bytes that one rank wrote."""
-
-    num_bytes: int
-    checksums: tuple[str, ...]
-    """The XXH3 (64 bits, hexadecimal) of each block."""
 
 
 @final
@@ -45,6 +34,8 @@ class Piece:
     file: str
     offset_bytes: int
     chunk: Chunk
+    checksum: str
+    """The XXH3 (64 bits, hexadecimal) of its bytes."""
 
 
 @final
@@ -59,73 +50,32 @@ class Entry:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Files, and the tensors in them by JSON pointer: those of one rank, or of all ranks."""
-
-    files: Mapping[str, File]
-    tensors: Mapping[str, Entry]
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "files": {name: asdict(file) for name, file in self.files.items()},
-            "tensors": {
-                pointer: {
-                    "dtype": entry.dtype,
-                    "shape": entry.shape,
-                    "pieces": [[p.file, p.offset_bytes, p.chunk.offsets, p.chunk.shape] for p in entry.pieces],
-                }
-                for pointer, entry in self.tensors.items()
-            },
-        }
-
-    @classmethod
-    def of_json(cls, content: Mapping[str, Any]) -> Table:
-        """From the result of `to_json`."""
-        return cls(
-            files={
-                name: File(num_bytes=each["num_bytes"], checksums=tuple(each["checksums"]))
-                for name, each in content["files"].items()
-            },
-            tensors={
-                pointer: Entry(
-                    dtype=each["dtype"],
-                    shape=tuple(each["shape"]),
-                    pieces=tuple(
-                        Piece(file=file, offset_bytes=offset, chunk=Chunk(tuple(offsets), tuple(shape)))
-                        for file, offset, offsets, shape in each["pieces"]
-                    ),
-                )
-                for pointer, each in content["tensors"].items()
-            },
-        )
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything in a checkpoint except the bytes of tensors."""
+    """Everything in a checkpoint except the bytes of tensors, or what one rank adds to that."""
 
     values: Any
-    """The state as `values.encode` wrote it, with a placeholder for each tensor."""
-    table: Table
-    num_ranks: int
-    """The number of ranks that wrote it."""
+    """The state as `values.encode` wrote it, with a placeholder for each tensor. None in the parts of ranks but 0."""
+    tensors: Mapping[str, Entry]
+    """By JSON pointer."""
 
     def to_bytes(self) -> bytes:
         """The contents of the file."""
         content = {
             "made_by": {"torchfabric": version("torchfabric"), "torch": str(torch.__version__)},
-            "byteorder": sys.byteorder,
-            "num_ranks": self.num_ranks,
             "values": self.values,
-            **self.table.to_json(),
+            "tensors": {
+                pointer: {
+                    "dtype": entry.dtype,
+                    "shape": entry.shape,
+                    "pieces": [
+                        [p.file, p.offset_bytes, p.chunk.offsets, p.chunk.shape, p.checksum] for p in entry.pieces
+                    ],
+                }
+                for pointer, entry in self.tensors.items()
+            },
         }
-        text = _text(content)
-        return (
-            _text({"format": FORMAT, "version": VERSION, "xxh3_64": xxhash.xxh3_64_hexdigest(text), "content": content})
-            + b"\n"
-        )
+        checksum = xxhash.xxh3_64_hexdigest(_text(content))
+        return _text({"format": FORMAT, "version": VERSION, "xxh3_64": checksum, "content": content}) + b"\n"
 
     @classmethod
     def of_bytes(cls, content: bytes) -> Manifest:
@@ -145,45 +95,36 @@ class Manifest:
             )
         if xxhash.xxh3_64_hexdigest(_text(inner)) != found:
             raise ValueError(f"`{NAME}` is damaged: its checksum is not {found}.")
-        if inner["byteorder"] != sys.byteorder:
-            raise ValueError(
-                f"The checkpoint was written on a {inner['byteorder']}-endian machine, and this one is "
-                f"{sys.byteorder}-endian. Read it on one like the former."
+        tensors = {
+            pointer: Entry(
+                dtype=each["dtype"],
+                shape=tuple(each["shape"]),
+                pieces=tuple(
+                    Piece(file=file, offset_bytes=start, chunk=Chunk(tuple(offsets), tuple(shape)), checksum=checksum)
+                    for file, start, offsets, shape, checksum in each["pieces"]
+                ),
             )
-        return cls(values=inner["values"], table=Table.of_json(inner), num_ranks=inner["num_ranks"])
+            for pointer, each in inner["tensors"].items()
+        }
+        return cls(values=inner["values"], tensors=tensors)
 
 
-def merged(tables: list[Table]) -> Table:
-    """The tables of all ranks as one."""
-    files: dict[str, File] = {}
-    tensors: dict[str, Entry] = {}
-    for table in tables:
-        files.update(table.files)
-        for pointer, entry in table.tensors.items():
-            known = tensors.get(pointer)
-            if known is not None:
-                if (known.dtype, known.shape) != (entry.dtype, entry.shape):
-                    raise ValueError(
-                        f"Ranks have different tensors at {pointer}: {known.dtype} of shape {known.shape}, and "
-                        f"{entry.dtype} of shape {entry.shape}. Save the same state on every rank."
-                    )
-                chunks = {piece.chunk for piece in known.pieces}  # several ranks may have written replicas
-                new = tuple(piece for piece in entry.pieces if piece.chunk not in chunks)
-                entry = Entry(dtype=entry.dtype, shape=entry.shape, pieces=known.pieces + new)
-            tensors[pointer] = entry
-    return Table(files=files, tensors=tensors)
-
-
-def refuse_gaps(table: Table) -> None:
-    """Raise ValueError if the pieces of a tensor do not cover it, because ranks saved different names."""
-    for pointer, entry in table.tensors.items():
-        numel = torch.Size(entry.shape).numel()
-        found = sum(piece.chunk.numel for piece in entry.pieces)
-        if found != numel:
+def merged(parts: Iterable[Manifest]) -> dict[str, Entry]:
+    """The tensors of all ranks. Raises: ValueError: a tensor is not covered, because ranks saved different names."""
+    found: dict[str, Entry] = {}
+    for part in parts:
+        for pointer, entry in part.tensors.items():
+            known = found[pointer].pieces if pointer in found else ()
+            pieces = {piece.chunk: piece for piece in (*known, *entry.pieces)}  # ranks may have written replicas
+            found[pointer] = replace(entry, pieces=tuple(pieces.values()))
+    for pointer, entry in found.items():
+        num_elements = sum(piece.chunk.numel for piece in entry.pieces)
+        if num_elements != whole(entry.shape).numel:
             raise ValueError(
-                f"The ranks hold {found} of the {numel} elements of the tensor at {pointer}. Save it under the same "
-                "name on every rank."
+                f"The ranks hold {num_elements} of the {whole(entry.shape).numel} elements of the tensor at {pointer}. "
+                "Save it under the same name on every rank."
             )
+    return found
 
 
 def _text(content: Any) -> bytes:

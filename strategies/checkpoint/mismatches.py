@@ -1,9 +1,8 @@
-"""Compare a checkpoint with the objects that it is loaded into: all mismatches at once, before anything is changed,
-and where the names of a module are instead."""
+"""Compare a checkpoint with the objects that it is loaded into: all mismatches at once, before anything is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -105,42 +104,3 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 def _said(shape: tuple[int, ...] | None) -> str:
     return "not a tensor" if shape is None else str(shape)
-
-
-def advice(targets: Mapping[str, Any], content: Any, access: FindAccess) -> str:
-    """What to write if a file has the names of a module elsewhere or after a prefix, as other libraries do; else "".
-
-    `targets`: the objects, by the place where their state was looked for: "['model']". Ranks: each on its own.
-    """
-    for place, target in targets.items():
-        if not isinstance(target, nn.Module):
-            continue
-        names = list(access(uncompiled(target)).shapes(uncompiled(target)))
-        prefixes = {at: prefix for at, state in _mappings(content) if (prefix := _prefix(state, names)) is not None}
-        if prefixes and prefixes.get(place) != "":
-            at, prefix = next(iter(prefixes.items()))
-            return (
-                f"`fabric.load(path){at}` has the names of the module after {prefix!r}. Before `fabric.setup`, write "
-                f"`module.load_state_dict({{name.removeprefix({prefix!r}): tensor for name, tensor in "
-                f"fabric.load(path){at}.items()}})`."
-            )
-    return ""
-
-
-def _mappings(content: Any, at: str = "") -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """A nest of mappings, each with its place."""
-    if isinstance(content, Mapping):
-        yield at, content
-        for key, entry in content.items():
-            yield from _mappings(entry, f"{at}[{key!r}]")
-
-
-def _prefix(state: Mapping[Any, Any], names: Sequence[str]) -> str | None:
-    """What precedes most of the names in a state, or all; None if it does not have them."""
-    ends = names[0] if names else ""
-    for key in state:
-        if names and isinstance(key, str) and key.endswith(ends):
-            prefix = key.removesuffix(ends)
-            if 2 * sum(prefix + name in state for name in names) > len(names):
-                return prefix
-    return None

@@ -4,20 +4,18 @@ Existing files are untouched until all new files are on disk: those have unique 
 last, atomically. An interrupted save leaves the previous checkpoint, and files that the next save to the same path
 removes.
 
-Note [Tables are exchanged through the storage]
-Each rank writes the table of its pieces next to its data, and rank 0 reads the tables: they grow with the model, and
+Note [The manifest is put together through the storage]
+Each rank writes its part of the manifest next to its data, and rank 0 reads the parts: they grow with the model, and
 would otherwise be sent to all ranks. The ranks communicate only a token and two decisions. If rank 0 does not find the
 files of a rank, that rank wrote to another disk, which is an error.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, final
 
@@ -26,25 +24,13 @@ import xxhash
 from torch import Tensor, nn
 
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
-from fabric.strategies.checkpoint.manifest import (
-    ALIGNMENT_BYTES,
-    BLOCK_BYTES,
-    NAME,
-    Entry,
-    File,
-    Manifest,
-    Piece,
-    Table,
-    merged,
-    refuse_gaps,
-)
+from fabric.strategies.checkpoint.manifest import ALIGNMENT_BYTES, NAME, Entry, Manifest, Piece, merged
 from fabric.strategies.checkpoint.storage import Storage, buffer_of
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 from fabric.strategies.checkpoint.values import Json, encode
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.tensors.chunk import Chunk
 
-Part = tuple[Chunk, Tensor]
 Advance: TypeAlias = Callable[[int, int], None]
 """`(done_bytes, total_bytes)`: called with the progress of this rank."""
 
@@ -55,29 +41,23 @@ def save(
     state: Any,
     after_commit: Callable[[], object] | None = None,
     advance: Advance = lambda done, total: None,
-    off_device: Callable[[Plan], Plan] = lambda plan: plan,
+    staged: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> None:
     """Save `state`, a nest of plain values, tensors and `TensorShards`, replacing the checkpoint at the path.
 
     Plain values and tensors are those of rank 0, which calls `after_commit` once the checkpoint is complete. `advance`
-    receives the progress of this rank. `off_device`: returns the plan with tensors that can be read by the host; the
-    default waits for each. Ranks: all call it; it returns on all once the checkpoint is complete and on disk.
+    receives the progress of this rank. `staged`: returns the plan with tensors that the host can read; by default the
+    host waits for each that is on a device. Ranks: all call it; it returns on all once the checkpoint is complete and
+    on disk.
     Raises: TypeError: rank 0's state has a value that cannot be saved. CheckpointError: on every rank, if any rank
     could not write; the previous checkpoint is untouched.
     """
     token = collective.broadcast_object(secrets.token_hex(4))
-    with contextlib.ExitStack() as locked:
-
-        def write_part() -> None:
-            planned = off_device(plan(state, collective.rank, token))
-            if collective.rank == 0:
-                locked.callback(storage.lock())
-            write(storage, planned, advance)
-
-        refuse_together(collective, storage, attempt(write_part), token)
-        is_first = collective.rank == 0
-        problem = attempt(lambda: finish(storage, token, collective.size, after_commit)) if is_first else None
-        refuse_together(collective, storage, problem, token)
+    problem = attempt(lambda: write(storage, staged(plan(state, collective.rank, token)), advance))
+    refuse_together(collective, storage, problem, token)
+    if collective.rank == 0:
+        problem = attempt(lambda: finish(storage, token, collective.size, after_commit))
+    refuse_together(collective, storage, problem, token)
 
 
 @final
@@ -133,7 +113,9 @@ def _assigned(tensors: Mapping[str, TensorShards], rank: int) -> dict[str, Tenso
         for chunk, part in sharded.shards:
             groups.setdefault(sharded.holders, []).append((pointer, chunk, part))
     # Tensors without elements may have no shards on any rank. Rank 0 writes their entries.
-    mine: dict[str, list[Part]] = {name: [] for name, each in tensors.items() if rank == 0 and 0 in each.shape}
+    mine: dict[str, list[tuple[Chunk, Tensor]]] = {
+        name: [] for name, each in tensors.items() if rank == 0 and 0 in each.shape
+    }
     for holders, parts in groups.items():
         for pointer, chunk, part in _share(parts, holders, rank):
             mine.setdefault(pointer, []).append((chunk, part))
@@ -149,13 +131,10 @@ def _share(
     if len(holders) == 1:
         yield from parts if rank in holders else ()
         return
-    distinct = {memory_of(part): part.nbytes for _, _, part in parts}  # tied tensors are written once
-    fair = -(-sum(distinct.values()) // len(holders))
-    split = [(pointer, *each) for pointer, chunk, part in parts for each in _rows(chunk, part, fair)]
     loads, writers = dict.fromkeys(holders, 0), dict[Any, int]()
-    for pointer, chunk, part in sorted(split, key=lambda each: -each[2].nbytes):
+    for pointer, chunk, part in sorted(parts, key=lambda each: -each[2].nbytes):
         writer = writers.get(memory_of(part))
-        if writer is None:
+        if writer is None:  # tied tensors are written once
             writer = writers[memory_of(part)] = min(holders, key=loads.__getitem__)
             loads[writer] += part.nbytes
         if writer == rank:
@@ -167,78 +146,33 @@ def memory_of(part: Tensor) -> tuple[Any, ...]:
     return part.data_ptr() or id(part), part.dtype, tuple(part.shape), part.stride()
 
 
-def _rows(chunk: Chunk, part: Tensor, fair_bytes: int) -> Iterator[Part]:
-    """The shard, split into pieces of whole rows if it is larger than a rank's fair share of bytes."""
-    if part.nbytes <= fair_bytes or part.ndim == 0:
-        yield chunk, part
-        return
-    step = max(1, fair_bytes * part.shape[0] // part.nbytes)
-    for start in range(0, part.shape[0], step):
-        rows = part[start : start + step]
-        yield Chunk((chunk.offsets[0] + start, *chunk.offsets[1:]), tuple(rows.shape)), rows
-
-
 def write(storage: Storage, plan: Plan, advance: Advance = lambda done, total: None) -> None:
-    """Write the tensors' bytes, then the table of their locations."""
-    layout = _Layout(plan)
+    """Write the tensors' bytes, then where they are, as this rank's part of the manifest."""
+    tensors: dict[str, Entry] = {}
     if plan.tensors:
-        storage.write(plan.file, _reported(layout.blocks(), plan.num_bytes, advance))
-    table = Table(files={plan.file: layout.file()} if plan.tensors else {}, tensors=layout.entries)
-    content = {"values": plan.values, **table.to_json()}
-    text = json.dumps(content, allow_nan=False).encode()
-    storage.write(f"{plan.token}.{plan.rank}.json", [text], is_flushed=False)  # its content goes into the manifest
+        storage.write(plan.file, _blocks(plan, tensors, advance))
+    storage.write(f"{plan.token}.{plan.rank}.json", [Manifest(values=plan.values, tensors=tensors).to_bytes()])
 
 
-@final
-@dataclass(slots=True)
-class _Layout:
-    """The bytes of one rank's file, and their description for the manifest."""
-
-    plan: Plan
-    entries: dict[str, Entry] = field(default_factory=dict)
-    num_bytes: int = 0
-    checksums: list[str] = field(default_factory=list)
-    running: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
-    """Of the bytes of the latest block."""
-    written: dict[Any, int] = field(default_factory=dict)
-    """The offset of each tensor's bytes, by `memory_of`: tied tensors are written once."""
-
-    def blocks(self) -> Iterator[memoryview]:
-        for pointer, sharded in self.plan.tensors.items():
-            pieces = []
-            for chunk, part in sharded.shards:
-                if memory_of(part) not in self.written:
-                    yield from self._counted(memoryview(bytes(-self.num_bytes % ALIGNMENT_BYTES)))
-                    self.written[memory_of(part)] = self.num_bytes
-                    yield from self._counted(bytes_of(part))
-                pieces.append(Piece(file=self.plan.file, offset_bytes=self.written[memory_of(part)], chunk=chunk))
-            name = str(sharded.dtype).removeprefix("torch.")
-            self.entries[pointer] = Entry(dtype=name, shape=sharded.shape, pieces=tuple(pieces))
-
-    def file(self) -> File:
-        ended = (self.running.hexdigest(),) if self.num_bytes % BLOCK_BYTES else ()
-        return File(num_bytes=self.num_bytes, checksums=(*self.checksums, *ended))
-
-    def _counted(self, content: memoryview) -> Iterator[memoryview]:
-        start = 0
-        while start < content.nbytes:
-            block = content[start : start + BLOCK_BYTES - self.num_bytes % BLOCK_BYTES]
-            self.running.update(block)
-            self.num_bytes += block.nbytes
-            if self.num_bytes % BLOCK_BYTES == 0:
-                self.checksums.append(self.running.hexdigest())
-                self.running.reset()
-            start += block.nbytes
-            yield block
-
-
-def _reported(blocks: Iterator[memoryview], total_bytes: int, advance: Advance) -> Iterator[memoryview]:
-    """The blocks; each is reported when the next one is requested."""
-    done = 0
-    for block in blocks:
-        yield block
-        done += block.nbytes
-        advance(done, total_bytes)
+def _blocks(plan: Plan, tensors: dict[str, Entry], advance: Advance) -> Iterator[memoryview]:
+    """The bytes of the file. Fills `tensors` with their descriptions. Tied tensors are written once."""
+    written: dict[Any, tuple[int, str]] = {}
+    offset_bytes, total_bytes = 0, plan.num_bytes
+    for pointer, sharded in plan.tensors.items():
+        pieces = []
+        for chunk, part in sharded.shards:
+            memory = memory_of(part)
+            if memory not in written:
+                content = bytes_of(part)
+                written[memory] = offset_bytes, xxhash.xxh3_64_hexdigest(content)
+                yield content
+                yield memoryview(bytes(-content.nbytes % ALIGNMENT_BYTES))
+                offset_bytes += -(-content.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+                advance(offset_bytes, total_bytes)
+            start, checksum = written[memory]
+            pieces.append(Piece(file=plan.file, offset_bytes=start, chunk=chunk, checksum=checksum))
+        name = str(sharded.dtype).removeprefix("torch.")
+        tensors[pointer] = Entry(dtype=name, shape=sharded.shape, pieces=tuple(pieces))
 
 
 def _refuse_kind(tensor: Tensor, pointer: str) -> None:
@@ -269,37 +203,29 @@ def finish(storage: Storage, token: str, num_ranks: int, after_commit: Callable[
             raise CommittedError(sentence_of(error)) from error
 
 
-def commit(storage: Storage, tables: Sequence[str]) -> None:
+def commit(storage: Storage, parts: Sequence[str]) -> None:
     """Write the manifest for what all ranks have written, and remove the files that it replaces. On rank 0 only."""
-    contents = []
-    for rank, name in enumerate(tables):
+    found = []
+    for rank, name in enumerate(parts):
         try:
-            contents.append(json.loads(storage.read(name)))
+            found.append(Manifest.of_bytes(storage.read(name)))
         except FileNotFoundError as error:
             raise ValueError(
                 f"Rank 0 does not find the files of rank {rank} in {storage.path!r}: rank {rank} saved to another path "
                 "(a time or a rank in its name?), this path is on another disk there, or another job saved to it at "
                 "that time. Give all ranks of a job the same path, in a folder that they share"
             ) from error
-    table = merged([Table.of_json(content) for content in contents])
-    refuse_gaps(table)
-    manifest = Manifest(values=contents[0]["values"], table=table, num_ranks=len(tables)).to_bytes()
-    try:
-        storage.commit(NAME, manifest)
-    except Exception as error:
-        found: list[bytes] = []
-        attempt(lambda: found.append(storage.read(NAME)))
-        if found == [manifest]:  # replaced, but a power cut may undo it
-            raise CommittedError(sentence_of(error)) from error
-        raise
-    attempt(partial(remove_leftovers, storage, table.files))  # the next save removes the rest
+    tensors = merged(found)
+    storage.commit(NAME, Manifest(values=found[0].values, tensors=tensors).to_bytes())
+    files = {piece.file for entry in tensors.values() for piece in entry.pieces}
+    attempt(partial(remove_leftovers, storage, files))  # the next save removes the rest
 
 
 class CommittedError(Exception):
     """A step after the checkpoint was complete has failed: its files are kept."""
 
 
-def remove_leftovers(storage: Storage, keep: Mapping[str, Any]) -> None:
+def remove_leftovers(storage: Storage, keep: Container[str]) -> None:
     """Remove what earlier saves wrote here and the manifest does not name: of a previous checkpoint, or incomplete.
 
     The folder may have other files of the user: only names that saves give are removed.
@@ -333,26 +259,22 @@ class Failure:
     """The failure of one rank, as it is sent to the others."""
 
     rank: int
-    path: str
-    """Where that rank saved, which is elsewhere if ranks were given different paths."""
     sentence: str
     is_committed: bool
 
     @classmethod
-    def of(cls, problem: Exception | None, rank: int, path: str) -> Failure | None:
+    def of(cls, problem: Exception | None, rank: int) -> Failure | None:
         """From the exception that the rank raised, if any."""
         if problem is None:
             return None
         is_committed = isinstance(problem, CommittedError)
         sentence = str(problem) if is_committed else sentence_of(problem)
-        return cls(rank=rank, path=path, sentence=sentence, is_committed=is_committed)
+        return cls(rank=rank, sentence=sentence, is_committed=is_committed)
 
     def error(self, storage: Storage) -> CheckpointError:
         """The error that every rank raises."""
         template = _COMMITTED if self.is_committed else _UNWRITTEN
-        message = template.format(rank=self.rank, path=self.path, why=self.sentence)
-        own = "" if storage.path == self.path else f" This rank saved to {storage.path!r}."
-        return CheckpointError(message + own, rank=self.rank)
+        return CheckpointError(template.format(rank=self.rank, path=storage.path, why=self.sentence), rank=self.rank)
 
     def clean_up(self, storage: Storage, token: str, rank: int) -> None:
         """Remove the files that this rank has written, unless the checkpoint is complete."""
@@ -365,7 +287,7 @@ def refuse_together(collective: Collective, storage: Storage, problem: Exception
     """Raise on every rank if any has a problem. Costs one small all-reduce if none has. Ranks: all."""
     if collective.reduce_boolean_decision(problem is None):
         return
-    failures: list[Failure | None] = collective.all_gather_object(Failure.of(problem, collective.rank, storage.path))
+    failures: list[Failure | None] = collective.all_gather_object(Failure.of(problem, collective.rank))
     failure = next(each for each in failures if each is not None)
     failure.clean_up(storage, token, collective.rank)
     if isinstance(problem, TypeError):

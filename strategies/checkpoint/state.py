@@ -20,6 +20,8 @@ from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 from fabric.strategies.tensors.wrapped import is_wrapped, plain_state, plain_tensors
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
+RUN = "fabric"
+"""The name of the entry for the state of the run: random generators, loss scales, schedulers, steps, loaders."""
 
 
 class Stateful(Protocol):

@@ -10,9 +10,8 @@ import contextlib
 import ctypes
 import os
 import shutil
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, final
 
@@ -31,8 +30,8 @@ class Storage(ABC):
         """The path that the user wrote."""
 
     @abstractmethod
-    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
-        """Write a new file. `is_flushed=False`: it is needed only during the save, so it is not flushed to disk."""
+    def write(self, name: str, blocks: Iterable[Buffer]) -> None:
+        """Write a new file."""
 
     @abstractmethod
     def commit(self, name: str, content: bytes) -> None:
@@ -43,34 +42,28 @@ class Storage(ABC):
         """The contents of a small file. Raises: FileNotFoundError."""
 
     @abstractmethod
-    def open(self, name: str, num_bytes: int) -> Tensor:
-        """The bytes of a file of this length, mapped if possible, even if the file is deleted meanwhile.
-
-        Raises: ValueError: the file has another length.
-        """
+    def open(self, name: str) -> Tensor:
+        """The bytes of a file, mapped if possible, even if the file is deleted meanwhile."""
 
     @abstractmethod
+    def entries(self) -> Mapping[str, bool]:
+        """What is in the folder, by name, each with whether it is a folder. Nothing if the folder does not exist."""
+
     def names(self) -> Sequence[str]:
         """The names of all files; none if the folder does not exist."""
+        return [name for name, is_folder in self.entries().items() if not is_folder]
+
+    def folders(self) -> Sequence[str]:
+        """The names of the folders in this one; none if it does not exist."""
+        return [name for name, is_folder in self.entries().items() if is_folder]
 
     @abstractmethod
     def remove(self, name: str) -> None:
         """Delete a file, if it exists."""
 
     @abstractmethod
-    def folders(self) -> Sequence[str]:
-        """The names of the folders in this one; none if it does not exist."""
-
-    @abstractmethod
     def inside(self, folder: str) -> Storage:
         """A folder in this one."""
-
-    @abstractmethod
-    def lock(self) -> Callable[[], None]:
-        """Lock the folder against other jobs that save to it, where the file system can. Returns a function to unlock.
-
-        A process that ends unlocks. Raises: OSError: another job holds the lock.
-        """
 
     @abstractmethod
     def discard(self) -> None:
@@ -103,18 +96,16 @@ class Folder(Storage):
     def path(self) -> str:
         return str(self._folder)
 
-    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
+    def write(self, name: str, blocks: Iterable[Buffer]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             with (self._folder / name).open("xb") as file:
                 file.writelines(blocks)
-                if is_flushed:
-                    _flush(file)
+                _flush(file)
         except BaseException:
             self.remove(name)
             raise
-        if is_flushed:
-            _flush_folder(self._folder)
+        _flush_folder(self._folder)
 
     def commit(self, name: str, content: bytes) -> None:
         with replacing(self._folder / name) as file:
@@ -123,51 +114,23 @@ class Folder(Storage):
     def read(self, name: str) -> bytes:
         return (self._folder / name).read_bytes()
 
-    def open(self, name: str, num_bytes: int) -> Tensor:
+    def open(self, name: str) -> Tensor:
         path = self._folder / name
-        _check_length(name, path.stat().st_size, num_bytes)
         # Mapped copy-on-write, so that whoever writes to the tensor changes no file.
-        return torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
+        return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
 
-    def names(self) -> Sequence[str]:
+    def entries(self) -> Mapping[str, bool]:
         try:
-            return [each.name for each in os.scandir(self._folder) if each.is_file()]
+            return {each.name: each.is_dir() for each in os.scandir(self._folder)}
         except FileNotFoundError:
-            return []
+            return {}
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             (self._folder / name).unlink()
 
-    def folders(self) -> Sequence[str]:
-        try:
-            return [each.name for each in os.scandir(self._folder) if each.is_dir()]
-        except FileNotFoundError:
-            return []
-
     def inside(self, folder: str) -> Folder:
         return Folder(self._folder / folder)
-
-    def lock(self) -> Callable[[], None]:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        if sys.platform == "win32":
-            return _nothing
-        import fcntl
-
-        handle = os.open(self._folder, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(handle)
-            if isinstance(error, BlockingIOError):
-                raise OSError(error.errno, "Another process is saving to this folder. Save to another one") from error
-            return _nothing  # some network file systems lock no folders
-
-        def unlock() -> None:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # processes that were forked meanwhile hold the handle as well
-            os.close(handle)
-
-        return unlock
 
     def discard(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -189,7 +152,7 @@ class Remote(Storage):
     def path(self) -> str:
         return self._address
 
-    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
+    def write(self, name: str, blocks: Iterable[Buffer]) -> None:
         self._system.makedirs(self._root, exist_ok=True)
         with self._system.open(self._at(name), "wb") as file:
             for block in blocks:
@@ -202,50 +165,28 @@ class Remote(Storage):
     def read(self, name: str) -> bytes:
         return bytes(self._system.cat_file(self._at(name)))
 
-    def open(self, name: str, num_bytes: int) -> Tensor:
+    def open(self, name: str) -> Tensor:
         content = bytearray(self._system.cat_file(self._at(name)))
-        _check_length(name, len(content), num_bytes)
         return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
-    def names(self) -> Sequence[str]:
+    def entries(self) -> Mapping[str, bool]:
         self._system.invalidate_cache(self._root)
-        if not self._system.isdir(self._root):
-            return []
-        return self._listed("file")
+        found = self._system.ls(self._root, detail=True) if self._system.isdir(self._root) else []
+        return {str(each["name"]).rstrip("/").rsplit("/", 1)[-1]: each["type"] == "directory" for each in found}
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._system.rm_file(self._at(name))
 
-    def folders(self) -> Sequence[str]:
-        self._system.invalidate_cache(self._root)
-        return self._listed("directory") if self._system.isdir(self._root) else []
-
     def inside(self, folder: str) -> Remote:
         return Remote(f"{self._address}/{folder}")
-
-    def lock(self) -> Callable[[], None]:
-        return _nothing
 
     def discard(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._system.rm(self._root, recursive=True)
 
-    def _listed(self, kind: str) -> list[str]:
-        found = self._system.ls(self._root, detail=True)
-        return [str(each["name"]).rstrip("/").rsplit("/", 1)[-1] for each in found if each["type"] == kind]
-
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
-
-
-def _check_length(name: str, found: int, num_bytes: int) -> None:
-    if found != num_bytes:
-        raise ValueError(f"`{name}` has {found} bytes, but {num_bytes} were written.")
-
-
-def _nothing() -> None:
-    pass
 
 
 @contextlib.contextmanager
@@ -270,8 +211,8 @@ def _flush(file: BinaryIO) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk: without that, a power cut may undo a rename."""
-    if os.name == "posix":
+    """Flush the names in a folder to disk, where the system can: without that, a power cut may undo a rename."""
+    with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)

@@ -67,8 +67,6 @@ class Stored:
     def _elements(self, piece: Piece) -> Tensor:
         num_bytes = piece.chunk.numel * self.dtype.itemsize
         content = self._open_file(piece.file)[piece.offset_bytes : piece.offset_bytes + num_bytes]
-        if piece.offset_bytes % self.dtype.itemsize:  # files of other libraries may not be aligned
-            content = content.clone()
         return content.view(self.dtype).view(piece.chunk.shape)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -35,7 +34,6 @@ class FlightRecorder:
     created earlier. The first instance of a process turns the recorder on, if the environment says so."""
 
     def __init__(self) -> None:
-        self._thread_id = str(threading.get_ident())
         _read(calls=False)
 
     def is_waiting(self) -> bool:
@@ -75,7 +73,6 @@ class FlightRecorder:
             timeout_seconds=entry.get("timeout_ms", 0) / 1e3,
             pending=not entry["retired"],
             is_on_device=backend != "gloo",
-            in_order=entry["thread_id"] == self._thread_id or entry["thread_name"].startswith("pt_autograd"),
         )
 
 

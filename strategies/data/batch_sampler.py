@@ -16,7 +16,7 @@ from fabric.strategies.data.content import is_torchs
 from fabric.strategies.data.epochs import Epoch, Order, Part, Position
 from fabric.strategies.data.partition import BatchCut, Cut, RoundRobinCut, SampleCut
 from fabric.strategies.data.share import Share
-from fabric.strategies.data.workers import with_seed
+from fabric.strategies.data.workers import Seeded
 
 MOST_STEPS = 64
 
@@ -73,7 +73,7 @@ class IndexSource:
 
     def _seeded(self, epoch: Epoch, parts: list[Part], reader: int) -> Iterator[Any]:
         for part in parts:
-            yield with_seed(part.batch, self._order.seed_of(epoch, epoch.begun_at.start + part.end, reader))
+            yield Seeded(part.batch, self._order.seed_of(epoch, epoch.begun_at.start + part.end, reader))
 
     def __getattr__(self, name: str) -> Any:
         # Indices are read ahead, so the sampler's state is ahead of the loop: a stateful loader counts batches instead.

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Sampler, StackDataset, Subset, TensorDataset
 
 from fabric.strategies.data import huggingface
-from fabric.strategies.data.dispatch import Channel
 from fabric.strategies.data.rng import Rng, Streams, digest, mix
 from fabric.strategies.data.take import length_of
 from fabric.strategies.data.uneven import Votes
@@ -50,8 +49,6 @@ class Ranks:
     """Whether all ranks passed the same string: one all-reduce of one number."""
     votes: Callable[[], Votes] | None = None
     """Makes the `Votes` by which a loader agrees on its number of batches. None: not supported."""
-    channel: Callable[[int], Channel] | None = None
-    """Makes the `Channel` of a loader that rank 0 reads, given the share of this rank. None: not supported."""
 
 
 def agree_on_seed(own: list[Rng], number: int, ranks: Ranks) -> tuple[int, list[Any]]:

@@ -15,7 +15,7 @@ from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import SharedStream
 from fabric.strategies.data.loop_progress import Iteration, LoopProgress
-from fabric.strategies.data.positions import Restarting, Resumable, ending_where_saved
+from fabric.strategies.data.positions import Resumable
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
 from fabric.strategies.data.take import length_of
@@ -64,8 +64,6 @@ class Reading:
     """Gives ranks whose data has different lengths the same number of batches."""
     part: Share | None = None
     """Which part of the data this rank reads, if each rank has a position of its own; None: all share one position."""
-    rereads: bool = False
-    """Whether a resumed epoch reads the batches before its position again and drops them."""
     report: Callable[[str], None] = lambda sentence: None
     progress: LoopProgress = field(default_factory=LoopProgress)
     """What the loop has done so far."""
@@ -91,14 +89,6 @@ class Restored:
     """The number of the epoch; None if it is not known."""
     is_spent: bool = False
     """Whether the loop must find this epoch at its end, before the next one begins."""
-    is_mid_epoch: bool = False
-    """Whether the loop had received a batch of an order that all ranks share."""
-
-
-def read_as(loader: Iterable[Any], reading: Reading) -> DeviceLoader:
-    """The prepared loader. It has `state_dict` unless its batches arrive out of order (`in_order=False`)."""
-    unordered = isinstance(loader, DataLoader) and loader.num_workers > 0 and not getattr(loader, "in_order", True)
-    return StatelessDeviceLoader(loader, reading) if unordered else StatefulDeviceLoader(loader, reading)
 
 
 def loader_name(loader: object) -> str:
@@ -106,8 +96,9 @@ def loader_name(loader: object) -> str:
     return type(loader._loader if isinstance(loader, DeviceLoader) else loader).__name__
 
 
+@final
 class DeviceLoader:
-    """This rank's share of a loader's batches, on this rank's device.
+    """This rank's share of a loader's batches, on this rank's device. Saves and restores its position.
 
     Delegates other attributes to the user's loader (`dataset`, `batch_size`, `sampler`, ...), which is not modified.
     """
@@ -115,12 +106,10 @@ class DeviceLoader:
     def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
         self._loader, self._reading = loader, reading
         self._resumes = self._has_begun = False
-        self._said: set[str] = set()
+        self._has_warned = False
         self._restored: Restored | None = None
         self._begun_at: Restored | None = None
         """The restored position at which the latest iteration began."""
-        self._unread: Epoch | None = None
-        """An epoch that began at a restored position, and of which no batch may have been read."""
         self._epoch: int | None = None
         """The number that was passed to `set_epoch`, or restored."""
         self.iteration = Iteration()
@@ -137,18 +126,12 @@ class DeviceLoader:
             begin()
         if restored.over is not None and reading.position is not None:
             self._leave_rest(restored.over)
-        self._leave_unread()
         with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
             if reading.order is not None and opened is not None:
                 reading.announce(reading.order.seed, opened.number)
-            is_resumed = self._begun_at is not None and restored.over is None
-            with ending_where_saved(reading.position) if is_resumed else nullcontext():
-                batches = self._begin()
-        if opened is not None and opened.begun_at.batches and reading.position is None and reading.rereads:
-            self._say_once(_REREAD)
+            batches = self._begin()
         if reading.stream is not None and opened is not None:
             batches = islice(batches, opened.begun_at.batches, None)
-        self._unread = opened if restored.is_mid_epoch else None
         agreed = None
         if restored.has_ended and reading.position is not None:
             with preserved_rngs():
@@ -177,11 +160,6 @@ class DeviceLoader:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_loader" not in self.__dict__:
             raise AttributeError(name)
-        if name in ("state_dict", "load_state_dict"):
-            raise AttributeError(
-                f"`{name}` of a prepared `{type(self._loader).__name__}`: with `in_order=False` it has no position. "
-                "Leave `in_order` out."
-            )
         return getattr(self._loader, name)
 
     def __repr__(self) -> str:
@@ -198,144 +176,6 @@ class DeviceLoader:
         for part in self._reading.epochal:
             part.set_epoch(epoch)
 
-    def _begin(self) -> Iterator[Any]:
-        start = self._reading.start
-        with nullcontext() if start is None else start.starting():
-            return iter(self._reading.source)
-
-    @property
-    def _pending(self) -> Restored | None:
-        """The restored position at which the next iteration begins: one batch may have been looked at meanwhile."""
-        iteration = self.iteration
-        is_peek = iteration.is_left and iteration.num_batches == 1 and not iteration.has_trained
-        return self._begun_at if self._restored is None and is_peek else self._restored
-
-    def _is_spent(self) -> bool:
-        """Whether the restored epoch is at its end, which the loop has not found. After this call it has."""
-        restored, order = self._pending, self._reading.order
-        if restored is None or not restored.is_spent or restored.epoch != self._epoch:
-            return False
-        if order is not None:
-            self._epoch = order.epoch = order.epoch + 1
-        self._restored = replace(restored, is_spent=False, epoch=self._epoch)
-        return True
-
-    def _restore(self) -> Restored:
-        """Load a restored position into the loader. If `set_epoch` has chosen another epoch, that of the position is
-        over."""
-        reading, restored = self._reading, self._pending
-        self._begun_at, self._restored = restored, None
-        if restored is None:
-            return Restored()
-        self._resumes = True
-        over = restored.over or ("early" if self._epoch != restored.epoch else None)
-        if reading.position is not None and restored.loader is not None:
-            reading.position.load_state_dict(restored.loader)
-        return restored if over is None else Restored(over=over)
-
-    def _leave_rest(self, over: Over) -> None:
-        """Leave the epoch of a restored position, so that the next one follows."""
-        position = self._reading.position
-        assert position is not None
-        # `_undrawn`: what the saved run had drawn when it began the epoch
-        with self._undrawn(), ending_where_saved(position):
-            if over == "early" or isinstance(position, (DataLoader, Restarting)):
-                next(self._begin(), None)  # datasets may use their state up at the first item only
-            else:  # the loader restores its end; `iter` begins the next epoch
-                position.state_dict()
-        if self._epoch is not None:  # the restored state may have another
-            for part in self._reading.epochal:
-                part.set_epoch(self._epoch)
-
-    def _leave_unread(self) -> None:
-        """Leave an epoch that was restored, if its rest was begun and not read: another loader of a `zip` had ended."""
-        epoch, self._unread = self._unread, None
-        order = self._reading.order
-        if epoch is not None and order is not None and not self.iteration.num_batches and not epoch.over:
-            order.count(epoch)
-            order.settle()
-
-    def _example(self) -> Any:
-        """A batch of this rank's data, from the beginning of an epoch; None if there is none. Changes no position."""
-        order = self._reading.order
-        with preserved_rngs(), nullcontext() if order is None else order.apart():
-            batch = next(self._begin(), None)
-            # A loader with a state restores its end, and begins the next epoch then.
-            return next(self._begin(), None) if batch is None and self._reading.position is not None else batch
-
-    def _undrawn(self) -> AbstractContextManager[None]:
-        # A resumed loader draws its seeds again, which the saved run had drawn when the epoch began: undone, once.
-        resumes, self._resumes = self._resumes, False
-        return preserved_rngs() if resumes else nullcontext()
-
-    def _say_once(self, sentence: str) -> None:
-        if sentence not in self._said:
-            self._said.add(sentence)
-            self._reading.report(sentence.format(name=loader_name(self)))
-
-    def _counted(self, batches: Iterator[Any], iteration: Iteration, order: Order, opened: Epoch) -> Iterator[Any]:
-        """Yield the batches, and count them: in the iteration, as `Iteration.record` does, and in the order."""
-        index, progress, draw_apart = self._reading.index, self._reading.progress, self._reading.draw_apart
-        agreed, repeated = iteration.agreed, iteration.repeated
-        with iteration.opened():
-            first = list(islice(batches, 1))
-            epoch, before = self._read_epoch(order, opened), order.standing
-            if index is not None and not index.read and epoch.begun_at.batches:  # no sampler was read, nothing skipped
-                first = list(islice(batches, epoch.begun_at.batches - 1, epoch.begun_at.batches))
-            batches, first = chain(first, batches), []  # not kept: a batch may be large
-            num_backwards, num_unweighted = progress.num_backwards, progress.num_unweighted
-            try:
-                for batch in batches:
-                    if iteration.num_batches == 1:
-                        order.count(epoch)  # the loop asked for a second batch: this was not `next(iter(loader))`
-                    order.standing = epoch
-                    if agreed is None or not iteration.next_repeats:
-                        epoch.num_batches += 1
-                    iteration.num_batches += 1
-                    if draw_apart is not None:
-                        draw_apart()
-                    if agreed is not None or repeated.is_used or progress.note_batch is not None:
-                        iteration.receive(batch)
-                    yield batch
-                is_biased = epoch.has_unequal and progress.num_unweighted != num_unweighted
-                if is_biased and index is not None and not index.cut.uneven:
-                    self._say_once(_UNEQUAL)
-                order.count(epoch)
-                progress.ahead.end(epoch.end)
-                iteration.end()
-            finally:
-                if progress.num_backwards != num_backwards:
-                    order.count(epoch)
-                if epoch.counted:
-                    order.settle()
-                elif order.standing is epoch:
-                    order.standing = before
-
-    def _read_epoch(self, order: Order, opened: Epoch) -> Epoch:
-        """The epoch of the batches: a loader may start it at the first batch, or may have started it earlier."""
-        index = self._reading.index
-        if index is None or opened.drawn is not None:
-            return opened
-        if not index.read and index.cut.share.count == 1:
-            return opened
-        if not index.read or order.latest is None:
-            raise TypeError(
-                f"`{type(self._loader).__name__}` yields batches without reading its sampler, so every rank would get "
-                "all of them. Call `super().__iter__()` in its `__iter__`, or pass `use_distributed_sampler=False` "
-                "and distribute the batches over the ranks yourself."
-            )
-        return order.latest
-
-
-@final
-class StatelessDeviceLoader(DeviceLoader):
-    """A `DeviceLoader` whose batches arrive out of order, so that it has no position."""
-
-
-@final
-class StatefulDeviceLoader(DeviceLoader):
-    """A `DeviceLoader` that saves and restores its position."""
-
     @property
     def reads_own_part(self) -> bool:
         """Whether this rank's position differs from those of other ranks."""
@@ -346,7 +186,7 @@ class StatefulDeviceLoader(DeviceLoader):
 
         In the body of the loop, and after `break`, it is within the epoch; after the last batch, and after `break` with
         `use="validate"` or "test", at the start of the next epoch. Batches that workers have prefetched are not
-        counted.
+        counted. With `in_order=False` it is at the start of its epoch.
         """
         return self._state(self._reading.resumes_left or self._pending is not None or not self.iteration.is_left)
 
@@ -375,6 +215,8 @@ class StatefulDeviceLoader(DeviceLoader):
                 state["epoch"] = self._epoch if restored is None else restored.epoch
         if reading.order is not None:
             state["order"] = reading.order.state_dict(is_mid_epoch=is_mid_epoch)
+            if not getattr(self._loader, "in_order", True):  # which batches the loop has received is not known
+                state["order"] |= asdict(Position())
             state["cut"] = self._cut()
         if reading.part is not None:
             state["part"] = [reading.part.index, reading.part.count]
@@ -386,24 +228,22 @@ class StatefulDeviceLoader(DeviceLoader):
         """Resume where `state_dict` was called: the next iteration yields the remaining batches of the epoch.
 
         Skipped samples are not loaded: their indices are drawn and dropped, and a loader with a state of its own
-        (torchdata's `StatefulDataLoader`) loads it. An iterable dataset without one is read again up to the position,
-        which is reported once. With another number of ranks the order of samples continues, if single samples are
+        (torchdata's `StatefulDataLoader`) loads it. An iterable dataset without one is read again up to the position.
+        With another number of ranks the order of samples continues, if single samples are
         distributed over ranks.
         Raises: ValueError: the state is of a loader of another kind, over other data, or with other batches per step.
         """
-        reading, position, is_mid_epoch = self._reading, self.fitting(state_dict), False
+        reading, position = self._reading, self.fitting(state_dict)
         if reading.order is not None:
-            is_mid_epoch = position["batches"] > 0 or position["start"] > 0
             reading.order.load_state_dict(position if reading.position is None else position | asdict(Position()))
         self._epoch = state_dict.get("epoch") if reading.order is None else reading.order.epoch
-        self._resumes, self._unread = True, None
+        self._resumes = True
         self._restored = Restored(
             loader=state_dict.get("loader"),
             over=state_dict.get("over"),
             has_ended=state_dict.get("ended", False),
             epoch=self._epoch,
             is_spent=state_dict.get("spent", False),
-            is_mid_epoch=is_mid_epoch,
         )
         if not self.iteration.is_open:
             self.iteration = Iteration()
@@ -471,11 +311,123 @@ class StatefulDeviceLoader(DeviceLoader):
             return order
         return order | asdict(Position(start=order["samples"], samples=order["samples"]))
 
+    def _begin(self) -> Iterator[Any]:
+        start = self._reading.start
+        with nullcontext() if start is None else start.starting():
+            return iter(self._reading.source)
 
-_REREAD = (
-    "The `{name}` cannot skip what was read before the checkpoint, so it is read again. Datasets with `state_dict` and "
-    "`load_state_dict`, in torchdata's `StatefulDataLoader`, resume at once."
-)
+    @property
+    def _pending(self) -> Restored | None:
+        """The restored position at which the next iteration begins: one batch may have been looked at meanwhile."""
+        iteration = self.iteration
+        is_peek = iteration.is_left and iteration.num_batches == 1 and not iteration.has_trained
+        return self._begun_at if self._restored is None and is_peek else self._restored
+
+    def _is_spent(self) -> bool:
+        """Whether the restored epoch is at its end, which the loop has not found. After this call it has."""
+        restored, order = self._pending, self._reading.order
+        if restored is None or not restored.is_spent or restored.epoch != self._epoch:
+            return False
+        if order is not None:
+            self._epoch = order.epoch = order.epoch + 1
+        self._restored = replace(restored, is_spent=False, epoch=self._epoch)
+        return True
+
+    def _restore(self) -> Restored:
+        """Load a restored position into the loader. If `set_epoch` has chosen another epoch, that of the position is
+        over."""
+        reading, restored = self._reading, self._pending
+        self._begun_at, self._restored = restored, None
+        if restored is None:
+            return Restored()
+        self._resumes = True
+        over = restored.over or ("early" if self._epoch != restored.epoch else None)
+        if reading.position is not None and restored.loader is not None:
+            reading.position.load_state_dict(restored.loader)
+        return restored if over is None else Restored(over=over)
+
+    def _leave_rest(self, over: Over) -> None:
+        """Leave the epoch of a restored position, so that the next one follows."""
+        position = self._reading.position
+        assert position is not None
+        # `_undrawn`: what the saved run had drawn when it began the epoch
+        with self._undrawn():
+            if over == "early" or isinstance(position, DataLoader):
+                next(self._begin(), None)  # datasets may use their state up at the first item only
+            else:  # the loader restores its end; `iter` begins the next epoch
+                position.state_dict()
+        if self._epoch is not None:  # the restored state may have another
+            for part in self._reading.epochal:
+                part.set_epoch(self._epoch)
+
+    def _example(self) -> Any:
+        """A batch of this rank's data, from the beginning of an epoch; None if there is none. Changes no position."""
+        order = self._reading.order
+        with preserved_rngs(), nullcontext() if order is None else order.apart():
+            batch = next(self._begin(), None)
+            # A loader with a state restores its end, and begins the next epoch then.
+            return next(self._begin(), None) if batch is None and self._reading.position is not None else batch
+
+    def _undrawn(self) -> AbstractContextManager[None]:
+        # A resumed loader draws its seeds again, which the saved run had drawn when the epoch began: undone, once.
+        resumes, self._resumes = self._resumes, False
+        return preserved_rngs() if resumes else nullcontext()
+
+    def _counted(self, batches: Iterator[Any], iteration: Iteration, order: Order, opened: Epoch) -> Iterator[Any]:
+        """Yield the batches, and count them: in the iteration, as `Iteration.record` does, and in the order."""
+        index, progress, draw_apart = self._reading.index, self._reading.progress, self._reading.draw_apart
+        agreed, repeated = iteration.agreed, iteration.repeated
+        with iteration.opened():
+            first = list(islice(batches, 1))
+            epoch, before = self._read_epoch(order, opened), order.standing
+            if index is not None and not index.read and epoch.begun_at.batches:  # no sampler was read, nothing skipped
+                first = list(islice(batches, epoch.begun_at.batches - 1, epoch.begun_at.batches))
+            batches, first = chain(first, batches), []  # not kept: a batch may be large
+            num_backwards, num_unweighted = progress.num_backwards, progress.num_unweighted
+            try:
+                for batch in batches:
+                    if iteration.num_batches == 1:
+                        order.count(epoch)  # the loop asked for a second batch: this was not `next(iter(loader))`
+                    order.standing = epoch
+                    if agreed is None or not iteration.next_repeats:
+                        epoch.num_batches += 1
+                    iteration.num_batches += 1
+                    if draw_apart is not None:
+                        draw_apart()
+                    if agreed is not None or repeated.is_used or progress.note_batch is not None:
+                        iteration.receive(batch)
+                    yield batch
+                is_biased = epoch.has_unequal and progress.num_unweighted != num_unweighted
+                if is_biased and index is not None and not index.cut.uneven and not self._has_warned:
+                    self._has_warned = True
+                    self._reading.report(_UNEQUAL.format(name=loader_name(self)))
+                order.count(epoch)
+                progress.ahead.end(epoch.end)
+                iteration.end()
+            finally:
+                if progress.num_backwards != num_backwards:
+                    order.count(epoch)
+                if epoch.counted:
+                    order.settle()
+                elif order.standing is epoch:
+                    order.standing = before
+
+    def _read_epoch(self, order: Order, opened: Epoch) -> Epoch:
+        """The epoch of the batches: a loader may start it at the first batch, or may have started it earlier."""
+        index = self._reading.index
+        if index is None or opened.drawn is not None:
+            return opened
+        if not index.read and index.cut.share.count == 1:
+            return opened
+        if not index.read or order.latest is None:
+            raise TypeError(
+                f"`{type(self._loader).__name__}` yields batches without reading its sampler, so every rank would get "
+                "all of them. Call `super().__iter__()` in its `__iter__`, or pass `use_distributed_sampler=False` "
+                "and distribute the batches over the ranks yourself."
+            )
+        return order.latest
+
+
 _UNEQUAL = (
     "A batch of the `{name}` had different numbers of samples on the ranks, as the last of an epoch may have, and "
     "`fabric.backward(loss)` averages over ranks: a mean over the batch counts samples of a smaller batch more. Write "

@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from torch.utils.data import DataLoader, SequentialSampler
 
 from fabric.strategies.data.rng import Rng, Streams, mix
-from fabric.strategies.data.take import length_of, take
+from fabric.strategies.data.take import length_of, once
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Drawn(Generic[T]):
         self.ended = False
         if eager:
             with self._drawing():
-                self._iterator = iter(items)
+                self._iterator = once(iter(items))
 
     def __iter__(self) -> Iterator[T]:
         return chain.from_iterable(self._chunks())
@@ -73,8 +73,8 @@ class Drawn(Generic[T]):
     def _draw(self, count: int | None) -> list[T]:
         with self._drawing():
             if self._iterator is None:
-                self._iterator = iter(self._items)
-            return take(self._iterator, count)
+                self._iterator = once(iter(self._items))
+            return list(islice(self._iterator, count))
 
     def _drawing(self) -> AbstractContextManager[None]:
         items = self._items

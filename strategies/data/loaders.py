@@ -2,7 +2,7 @@
 
 A loader is never constructed again from guessed arguments. A shallow copy of it gets another sampler, or another
 dataset if that is iterable. Data that cannot be distributed raises here, before anything is read. Set-up sends two or
-three small messages (`Ranks`); iterating sends none, except with `uneven` and `dispatch`. Neither draws from the
+three small messages (`Ranks`); iterating sends none, except with `uneven`. Neither draws from the
 random generators of the process or of a sampler: their states are restored.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from fabric.launchers.process.os_process import num_cores
 from fabric.strategies.data.batch_sampler import MOST_STEPS, IndexSource, index_source
 from fabric.strategies.data.content import Ranks, agree_on_loader, agree_on_seed, describe, describe_dataset, is_torchs
-from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch, read_as
-from fabric.strategies.data.dispatch import Dispatched
+from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch
 from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.iterable import ReseededStream, SharedStream, SplitStream, split_stream
 from fabric.strategies.data.loop_progress import LoopProgress
@@ -29,7 +27,7 @@ from fabric.strategies.data.partition import Cut, RoundRobinCut, SampleCut
 from fabric.strategies.data.positions import own_position
 from fabric.strategies.data.rng import own_rngs
 from fabric.strategies.data.share import Share, Uneven, Use
-from fabric.strategies.data.split import pipe_error, split_of
+from fabric.strategies.data.split import split_of
 from fabric.strategies.data.take import length_of
 from fabric.strategies.data.transfer import Carry, one_ahead, one_by_one
 from fabric.strategies.data.uneven import Agreement
@@ -54,7 +52,6 @@ def process_dataloader(
     draw_apart: Callable[[], None] | None = None,
     uneven: Uneven | None = None,
     in_step: bool = False,
-    dispatch: bool = False,
 ) -> DeviceLoader:
     """The loader, with this rank's share of the data (`distribute`) and its batches moved to `device` (`move`).
 
@@ -63,7 +60,7 @@ def process_dataloader(
     `split_dataset_by_node`: see `split.py`) is not split again. `progress` tells apart loaders that are set up in the
     same random state. `report` shows a warning, on one rank. `carry`: moves batches to the device, if that has a way of
     its own. `draw_apart`: called before each batch is yielded. `in_step`: all ranks need equal numbers of batches in
-    evaluation too. `dispatch`: rank 0 reads the loader for all ranks.
+    evaluation too.
     Raises: ValueError: the data cannot be distributed, is split for another rank or another number of ranks, or ranks
     have different loaders. TypeError: `loader` is not iterable.
     """
@@ -81,8 +78,7 @@ def process_dataloader(
             f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated. Pass a `DataLoader`."
         )
     setup = _Setup(share, use != "train", ranks, progress, report, uneven, in_step)
-    dispatched = _dispatched(loader, setup) if dispatch else None
-    split = split_of(loader, share) if distribute and dispatched is None else None
+    split = split_of(loader, share) if distribute else None
     accelerated = move and device.type != "cpu"
     # Prefetch only what workers load: another iterable may depend on the loop, a stateful loader counts what was
     # fetched, and without workers loading a batch draws from the random generators of the loop.
@@ -91,9 +87,7 @@ def process_dataloader(
         sentence = advice(loader, launcher, num_cores())
         if sentence is not None:
             report(sentence)
-    if dispatched is not None:
-        reading = dispatched
-    elif split is not None:
+    if split is not None:
         agreement = _equal_batches(loader, split.words, setup, exact=_has_indices(loader))
         reading = replace(_own(loader, setup), agreement=agreement)
     elif not distribute:
@@ -123,7 +117,7 @@ def process_dataloader(
         resumes_left=use in ("train", "predict"),
         draw_apart=draw_apart,
     )
-    return read_as(loader, reading)
+    return DeviceLoader(loader, reading)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +149,6 @@ class _Setup:
 
 
 _ALONE = Ranks(size=1, broadcast=lambda obj: obj, gather=lambda obj: [obj], same=lambda words: True)
-
-
-def _dispatched(loader: Iterable[Any], setup: _Setup) -> Reading | None:
-    """This rank's batches of a loader that rank 0 reads; None with one rank."""
-    if setup.ranks.size == 1 or setup.ranks.channel is None:
-        return None
-    channel = setup.ranks.channel(setup.share.index)
-    whole = _whole(loader, setup.share)
-    starting = nullcontext if whole.start is None else whole.start.starting
-    batches = Dispatched(whole.source, channel, starting=starting, keeps_tail=setup.uneven)
-    return replace(_own(batches, setup), epochal=_epochal(loader, loader), announce=whole.announce)
 
 
 def _is_even(reading: Reading, setup: _Setup) -> bool:
@@ -224,7 +207,10 @@ def _shared(loader: DataLoader[Any], setup: _Setup) -> Reading:
         return _indexed(loader, setup, reader=setup.share.index)
     if isinstance(loader.dataset, IterDataPipe):
         if setup.ranks.size > 1:
-            raise pipe_error(loader.dataset)
+            raise ValueError(
+                f"`{type(loader.dataset).__name__}` is a data pipe, which shards itself in torch's `DataLoader`. Pass "
+                "`use_distributed_sampler=False`, or make it an `IterableDataset`."
+            )
         return _own(loader, setup)
     return _shared_stream(loader, loader.dataset, setup)
 
@@ -305,7 +291,6 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
         start=start,
         epochal=_epochal(loader, source),
         begin=(setup.progress.restart_numbers,),
-        rereads=True,
     )
 
 
@@ -349,9 +334,8 @@ def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool)
     ahead = False
     if isinstance(loader, DataLoader) and own_position(loader) is None:
         ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
-    when_ended = setup.when_ended or ("error" if setup.uneven else "stop")
     votes = setup.ranks.votes()
-    return Agreement(when_ended, votes, words, setup.report, ahead=ahead, trains=not setup.uneven)
+    return Agreement(setup.when_ended or "stop", votes, words, setup.report, ahead=ahead, trains=not setup.uneven)
 
 
 def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
@@ -371,7 +355,6 @@ def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
         position=own_position(items),
         epochal=_epochal(items, items),
         begin=(setup.progress.restart_numbers,),
-        rereads=not at_hand,
     )
 
 

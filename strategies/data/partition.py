@@ -87,9 +87,6 @@ class SampleCut(Cut):
         return self.step + self.ahead, self.step
 
     def __call__(self, items: Iterator[Any]) -> Iterator[Part]:
-        return self._alone(items) if self.share.count == 1 else self._shared(items)
-
-    def _shared(self, items: Iterator[Any]) -> Iterator[Part]:
         held: list[Any] = []
         end, step, needed = 0, self.step, self.step + self.ahead
         mine = slice(self.share.index * self.batch_size, (self.share.index + 1) * self.batch_size)
@@ -102,14 +99,6 @@ class SampleCut(Cut):
             del held[:step]
         if not self.drop_last:
             yield from self._tail(held, end + len(held))
-
-    def _alone(self, items: Iterator[Any]) -> Iterator[Part]:
-        end = 0
-        while batch := list(islice(items, self.batch_size)):
-            end += len(batch)
-            if self.drop_last and len(batch) < self.batch_size:
-                return
-            yield Part(batch, end)
 
     def _tail(self, held: list[Any], end: int) -> Iterator[Part]:
         count, rest = self.share.count, max(len(held) - self.step, 0)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset
 
 from fabric.strategies.data import huggingface
 
@@ -29,30 +28,7 @@ def own_position(loader: Iterable[Any]) -> Resumable | None:
     """
     if not isinstance(loader, Resumable):
         return None
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterDataPipe):
+    if not isinstance(loader, DataLoader):
         return loader
     saves = isinstance(loader.dataset, IterableDataset) and isinstance(loader.dataset, Resumable)
     return loader if saves and not huggingface.loses_samples(loader.dataset) else None
-
-
-@runtime_checkable
-class Restarting(Protocol):
-    """A `Loader` of `torchdata.nodes`: restored at the end of an epoch, it begins the next one at once if this is set.
-
-    And from then on it returns the restored state, wherever it is (torchdata 0.11).
-    """
-
-    restart_on_stop_iteration: bool
-
-
-@contextmanager
-def ending_where_saved(loader: object) -> Iterator[None]:
-    """Context: the loader is iterated, and is not restarted if it is at the end of its epoch."""
-    if not isinstance(loader, Restarting):
-        yield
-        return
-    restarts, loader.restart_on_stop_iteration = loader.restart_on_stop_iteration, False
-    try:
-        yield
-    finally:
-        loader.restart_on_stop_iteration = restarts

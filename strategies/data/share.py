@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 Use: TypeAlias = Literal["train", "validate", "test", "predict"]
 """For `train` every rank has the same number of batches. For the others numbers may differ if the data requires it."""
-Uneven: TypeAlias = Literal["stop", "error", "repeat"]
-"""What all ranks do when the first of them has no batch left: stop, raise an error, or repeat their last batch."""
+Uneven: TypeAlias = Literal["stop", "repeat"]
+"""What all ranks do when the first of them has no batch left: stop, or repeat their last batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset
 
 from fabric.strategies.data.share import Share
 
@@ -67,17 +67,9 @@ def split_of(loader: object, share: Share) -> Split | None:
     if share.count > 1 and any(type(part).__module__.startswith("webdataset.") for part in parts):
         raise ValueError(
             "The pipeline of webdataset is not split over the ranks, and may shuffle differently on each. Pass "
-            "`nodesplitter=webdataset.split_by_node`, or `dispatch=True`, with which rank 0 reads for all."
+            "`nodesplitter=webdataset.split_by_node`."
         )
     return None
-
-
-def pipe_error(pipe: IterDataPipe[Any]) -> ValueError:
-    """The error of a data pipe on several ranks: torch's `DataLoader` shards it by itself."""
-    return ValueError(
-        f"`{type(pipe).__name__}` is a data pipe, which shards itself in torch's `DataLoader` where it has a "
-        "`sharding_filter`. Pass `use_distributed_sampler=False`, or make it an `IterableDataset`."
-    )
 
 
 def _parts(loader: object) -> Iterator[object]:

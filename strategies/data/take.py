@@ -1,28 +1,25 @@
-"""Lengths of iterables; reading items from an iterator by `next` alone.
-
-`islice`, `zip` and `for` call `iter` on it, with which the iterators of some streams (litdata's) begin again.
-"""
+"""Lengths of iterables; iterators that are iterated once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
-from typing import TypeVar
+from typing import Any
 
-T = TypeVar("T")
+_END = object()
 
 
-def take(iterator: Iterator[T], count: int | None) -> list[T]:
-    """The next `count` items (None: all), or fewer if the iterator ends."""
-    if type(iterator).__module__ == "builtins":  # generators, and iterators of lists and ranges: `iter` does nothing
-        return list(islice(iterator, count))
-    taken = list[T]()
-    while count is None or len(taken) < count:
-        try:
-            taken.append(next(iterator))
-        except StopIteration:
-            break
-    return taken
+def once(iterator: Iterator[Any]) -> Iterator[Any]:
+    """The same items, by `next` alone.
+
+    `islice`, `zip` and `for` call `iter` on it, with which the iterators of some streams (litdata's) begin again. For
+    generators, and iterators of lists and ranges, it does nothing.
+    """
+    return iterator if type(iterator).__module__ == "builtins" else _by_next(iterator)
+
+
+def _by_next(iterator: Iterator[Any]) -> Iterator[Any]:
+    while (item := next(iterator, _END)) is not _END:
+        yield item
 
 
 def length_of(something: object) -> int | None:

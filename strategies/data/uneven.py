@@ -92,7 +92,7 @@ class Agreement:
 
         `example`: returns the batch to repeat if `batches` is empty; None if there is no data at all.
         Raises, while the batches are iterated: RuntimeError: on every rank, if ranks are at different batches, have
-        different numbers of batches under `"error"`, or nothing to repeat under `"repeat"`.
+        different numbers of batches to evaluate, or nothing to repeat under `"repeat"`.
         """
         self._iterations += 1
         supply = _Supply(batches, example if self.repeats else None, has_ended)
@@ -169,10 +169,6 @@ class Agreement:
                 'batches as any other. Pass `setup_dataloaders(..., uneven="repeat")`, with which ranks that have '
                 "ended repeat their last batch: `gather_for_metrics` leaves it out, and what the loop counts by itself "
                 "must leave it out (`if not loader.iteration.repeats`). Or make the parts equal."
-            )
-        if self._uneven == "error":
-            raise RuntimeError(
-                f'{found}, which `uneven="error"` forbids. Make the parts equal, or pass `uneven="stop"` or `"repeat"`.'
             )
         self._say_once(
             f"{found}, which are not used: all ranks stop at the same step. To use all data, pass "

@@ -12,14 +12,12 @@ epoch repeats it, although its workers loaded none of the batches before. Costs 
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from multiprocessing import active_children, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -32,7 +30,6 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from fabric.strategies.data.iterable import ReseededStream, SharedStream
 from fabric.strategies.data.rng import mix, process_rngs
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MIN_CORES = 4
 """With fewer cores, workers would take time from the training process itself. A guess, not a measurement."""
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if name in dir(signal)]
@@ -45,14 +42,10 @@ class WorkerStart:
     def __init__(self, share_index: int, loader: DataLoader[Any]) -> None:
         self.share_index, self.init = share_index, loader.worker_init_fn
         self.start_method = start_method_of(loader) if loader.num_workers > 0 else None
-        self.ends_with_parent = True
 
     @contextmanager
     def starting(self) -> Iterator[None]:
         """Context in which workers are started: they, and a fork server for them, start with stop signals blocked."""
-        # PR_SET_PDEATHSIG is sent when the thread that started the child ends: only the main thread lives as long as
-        # the process.
-        self.ends_with_parent = threading.current_thread() is threading.main_thread()
         if self.start_method is None or not hasattr(signal, "pthread_sigmask"):
             yield
             return
@@ -68,8 +61,6 @@ class WorkerStart:
             _workers_of(os.getpid()).update(set(active_children()) - before)
 
     def __call__(self, worker_id: int) -> None:
-        if self.ends_with_parent and sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         _ignore_stop_signals()
         info = get_worker_info()
         assert info is not None
@@ -139,27 +130,12 @@ def _ignore_stop_signals() -> None:
 
 
 @final
-class SeededBatch(list[Any]):
-    """The indices of a batch, with a seed."""
+@dataclass(frozen=True, slots=True)
+class Seeded:
+    """An index or the indices of a batch, with a seed."""
 
-    seed = 0
-
-
-@final
-class SeededIndex:
-    """An index, or a batch that is not a list, with a seed."""
-
-    def __init__(self, value: Any, seed: int) -> None:
-        self.value, self.seed = value, seed
-
-
-def with_seed(batch: Any, seed: int) -> SeededBatch | SeededIndex:
-    """The same indices with a seed. A list stays a list, for subclasses of `DataLoader` that use its items."""
-    if type(batch) is not list:
-        return SeededIndex(batch, seed)
-    seeded = SeededBatch(batch)
-    seeded.seed = seed
-    return seeded
+    value: Any
+    seed: int
 
 
 @final
@@ -194,8 +170,8 @@ class SeededDataset(Dataset[Any]):
 
 def _seeded(indices: Any) -> Any:
     """The plain indices; seeds the generators of the process if they carry a seed."""
-    if not isinstance(indices, (SeededBatch, SeededIndex)):
+    if not isinstance(indices, Seeded):
         return indices
     for rng in process_rngs():
         rng.seed(indices.seed)
-    return list(indices) if isinstance(indices, SeededBatch) else indices.value
+    return indices.value

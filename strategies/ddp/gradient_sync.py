@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.ddp.comm_hooks import register
-from fabric.strategies.gradients.reducer import CallModule, end_reducer
 from fabric.strategies.gradients.scaling import Factor, scale_gradients
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import CallModule, Finish, GradientSync, end_reducer
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.module.outputs import conceal, expose
@@ -117,7 +116,7 @@ class DDPGradientSync(GradientSync):
             static_graph=options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             init_sync=False,
-            **_BUFFERS_ARE_OURS,
+            **_BUFFERS_ARE_OURS,  # type: ignore[arg-type]
         )
         if options.comm_hook is not None:
             register(self.parallel, options.comm_hook)
@@ -130,7 +129,7 @@ class DDPGradientSync(GradientSync):
         # The reducer averages in the first backward after a forward through it, and silently leaves gradients local in
         # any other. So if no such forward is outstanding, gradients must not change.
         if not self.synced:
-            return self._watch_unsynced() if self.expects_backward else None
+            return None
         parameters = self.parameters
         if not self.expects_backward:  # also those that no forward has used yet
             parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -155,24 +154,6 @@ class DDPGradientSync(GradientSync):
 
         return check
 
-    def _watch_unsynced(self) -> Finish:
-        """A backward within `no_backward_sync`, after a forward outside of it that waits for one: the reducer averages
-        this backward, and then no other before the next such forward."""
-        find_changed = _changes(self.parameters)
-
-        def check() -> None:
-            changed = find_changed()
-            # With less than all, torch goes on to wait for the others, and raises for a second gradient.
-            if all(changed) if self.needs_all else any(changed):
-                self.expects_backward = False
-
-        return check
-
-    def explain(self, error: RuntimeError) -> str | None:
-        if _MARKED_TWICE not in str(error):
-            return None
-        return (_TWICE if self.needs_all else _HIDDEN).format(name=type(self.module).__name__)
-
 
 def _changes(parameters: Sequence[Tensor]) -> Callable[[], list[bool]]:
     """A function that tells which gradients have changed since this call."""
@@ -193,14 +174,9 @@ def _changes(parameters: Sequence[Tensor]) -> Callable[[], list[bool]]:
     return find
 
 
-# torch 2.13 deprecates the old name; 2.9 has only that.
-_BUFFERS_ARE_OURS: dict[str, Any] = {
-    next(
-        name
-        for name in ("forward_sync_buffers", "broadcast_buffers")
-        if name in inspect.signature(DistributedDataParallel).parameters
-    ): False
-}
+# torch 2.13 deprecates the second name; 2.9 has only that.
+_OF_TORCH = inspect.signature(DistributedDataParallel).parameters
+_BUFFERS_ARE_OURS = {"forward_sync_buffers" if "forward_sync_buffers" in _OF_TORCH else "broadcast_buffers": False}
 
 
 _NOT_AVERAGED = (
@@ -214,19 +190,4 @@ UNUSED = (
     "Averaging waits for every parameter, and so the gradients of some others are not averaged either. Pass "
     "`find_unused_parameters=True` (`strategy='ddp_find_unused_parameters_true'`), or freeze what takes no part with "
     "`requires_grad_(False)`."
-)
-
-_TWICE = (
-    "Parameters of `{name}` got a second gradient after one forward whose averaging had begun: another backward "
-    "through it ran within `no_backward_sync`, or by `loss.backward()`; or activation checkpointing runs backward "
-    "within backward. Add the losses, and call `fabric.backward` once; run forward and backward of a micro-batch both "
-    "within `no_backward_sync`; and call `checkpoint(..., use_reentrant=False)`."
-)
-_MARKED_TWICE = "Expected to mark a variable ready only once"
-_HIDDEN = (
-    "Parameters of `{name}` got a gradient, or a second one, after `find_unused_parameters=True` had counted them as "
-    "unused or done. That option searches the outputs of `forward` for the parameters behind them: return tensors, "
-    "alone or in tuples, lists, dicts or dataclasses, and not in an attribute, a generator or an object of another "
-    "class. With activation checkpointing pass `use_reentrant=False`. If all parameters are used in each step, pass "
-    "`strategy='ddp'`."
 )

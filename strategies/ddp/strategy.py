@@ -57,8 +57,7 @@ class DDPStrategy(ProcessGroupStrategy):
     parameter's step from its own gradient alone: all of torch's except LBFGS."""
 
     def __post_init__(self) -> None:
-        if self.comm_hook is not None:
-            check(self.comm_hook)
+        check(self.comm_hook)
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
@@ -68,7 +67,7 @@ class DDPStrategy(ProcessGroupStrategy):
         if self.comm_hook is None:
             return None
         backend = self.backend or target.accelerator.backend
-        return why_not(self.comm_hook, backend, target.size, target.precision.param_dtype)
+        return why_not(self.comm_hook, backend, target.size)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         if runtime.device.type == "cpu" and get_debug_level() == DebugLevel.DETAIL:

@@ -18,15 +18,13 @@ from torch.optim import Optimizer
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.fill import fill_from
-from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_without_hooks
-from fabric.strategies.gradients.optimizer_modes import broadcast_after_modes
+from fabric.strategies.gradients.elementwise import refuse_dependent
 from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.undo import replace_attributes, undo_all
 
 
 def refuse_whole(optimizers: Sequence[Optimizer]) -> None:
     """Raise ValueError for an optimizer that computes a parameter's step from more than its own gradient."""
-    refuse_without_hooks(optimizers)
     refuse_dependent(optimizers, _WHOLE, flat=False)
 
 
@@ -63,7 +61,6 @@ class _Share:
             replace_attributes(
                 self.optimizer, load_state_dict=partial(self._load_owned, self.optimizer.load_state_dict)
             ),
-            broadcast_after_modes(self.optimizer, self._after_mode),
         ]
 
     def _drop_others(self) -> None:
@@ -118,10 +115,6 @@ class _Share:
         self._broadcast(
             [parameter for parameter in self.owner if parameter.requires_grad or parameter.grad is not None]
         )
-
-    def _after_mode(self) -> None:
-        self._drop_others()  # the optimizer has looked for it
-        self._broadcast(list(self.owner))
 
     def _broadcast(self, moved: Sequence[Tensor]) -> None:
         """Give every rank the values of these parameters that their owners have."""

@@ -31,15 +31,14 @@ from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, clo
 from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
 from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_without_hooks
-from fabric.strategies.gradients.optimizer_modes import has_modes
+from fabric.strategies.gradients.elementwise import has_modes, refuse_dependent
 from fabric.strategies.gradients.sync import LocalGradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.copies import own_hooks, refuse_copies
 from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import place, prepared, with_precision
+from fabric.strategies.module.prepare import make_contiguous, place, prepared, with_precision
 from fabric.strategies.module.same_model import refuse_different_models
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.prepared import Prepared, TrainedWeights
@@ -215,6 +214,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def _initialize(self, runtime: Runtime, module: nn.Module, optimizer: Optimizer | None, move: bool) -> Any:
         if not any(is_sharded(parameter) for parameter in module.parameters()):
             place(runtime, module, (), move=move)
+            make_contiguous(module)
         with (
             with_environment(runtime.world, runtime.device.type) as deepspeed,
             own_hooks(module, are_copied=self._stage != 3),
@@ -345,7 +345,6 @@ def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Opti
             raise ValueError(_MODES.format(optimizer=type(optimizer).__name__))
         if type(optimizer).__module__.split(".")[0] == "deepspeed":
             continue
-        refuse_without_hooks([optimizer])
         refuse_dependent([optimizer], _DEPENDENT, flat=True)
 
 
@@ -366,7 +365,7 @@ _ONE_OPTIMIZER = (
 _MODES = (
     "`{optimizer}` writes other weights into the parameters in `eval()` and `train()`, and ZeRO passes an optimizer "
     "slices that it copies to the model in `step` alone: an evaluation would use the weights of the last step. Pass "
-    "`strategy='ddp'`, `DDPStrategy(shard_optimizer=True)` or `strategy='fsdp'`."
+    "`strategy='ddp'` or `strategy='fsdp'`."
 )
 _REPLACED = (
     "`Adagrad` in `setup`: DeepSpeed replaces it by another object, which `optimizer.step()` and learning-rate "

@@ -37,7 +37,6 @@ from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_o
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.outputs import outputs_in
-from fabric.strategies.module.transforms import refuse_transforms
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.tensors.parameters import name_some
@@ -113,7 +112,6 @@ class FairScaleFSDPGradientSync(GradientSync):
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self.added_parameters.refuse(LATE)
-        refuse_transforms(self.module)
         self._drop_stale()
         output = self._through(self.root, function, args, kwargs)
         if torch.is_grad_enabled() and self.synced:

@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 
 from fabric.launchers.private_names import Names, require
 from fabric.strategies.gradients import clipping
-from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_without_hooks
+from fabric.strategies.gradients.elementwise import refuse_dependent
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target
 
@@ -104,7 +104,6 @@ def refuse_optimizers(
     for optimizer in optimizers:
         if isinstance(optimizer, (LBFGS, *refused)):
             raise ValueError(_PARTS.format(strategy=strategy, optimizer=type(optimizer).__name__))
-    refuse_without_hooks(optimizers)
     refuse_dependent(optimizers, _PARTS.format(strategy=strategy, optimizer="{optimizer}"), flat=flat)
 
 
@@ -132,7 +131,8 @@ def clip_value(optimizer: Optimizer, clip_val: float, *, owned: Owned, runtime: 
 
 NOT_AVERAGED = (
     "`{optimizer}` holds gradients that were not averaged over the ranks: the last backward ran within "
-    "`no_backward_sync`. Run the last micro-batch outside of it, or with `enabled=False`; `optimizer.zero_grad()` "
+    "`no_backward_sync`, or gave a weight two gradients, as `checkpoint(..., use_reentrant=True)` does for a block "
+    "that runs twice. Run the last micro-batch outside of it, or pass `use_reentrant=False`; `optimizer.zero_grad()` "
     "discards the gradients."
 )
 

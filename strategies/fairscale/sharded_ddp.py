@@ -44,9 +44,7 @@ from fabric.strategies.fairscale.library import (
     why_not,
 )
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.gradients.optimizer_modes import broadcast_after_modes
-from fabric.strategies.gradients.reducer import CallModule
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import CallModule, Finish, GradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.prepare import place, replica
@@ -290,16 +288,11 @@ class FairScaleShardedGradientSync(GradientSync):
             replace_attributes(
                 optimizer, load_state_dict=partial(self._load_owned, optimizer, optimizer.load_state_dict)
             ),
-            broadcast_after_modes(optimizer, partial(self._after_mode, optimizer)),
         ]
 
     def _drop_others(self, optimizer: Optimizer) -> None:
         for parameter in [each for each in optimizer.state if self.owner[each] != self.rank]:
             del optimizer.state[parameter]
-
-    def _after_mode(self, optimizer: Optimizer) -> None:
-        self._drop_others(optimizer)  # the optimizer has looked for it
-        self._broadcast(optimizer)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.owned(optimizer)

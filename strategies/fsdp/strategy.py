@@ -29,9 +29,9 @@ from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.parameter_rebinding import rebinding
-from fabric.strategies.module.prepare import prepared, with_precision
+from fabric.strategies.module.prepare import make_contiguous, prepared, with_precision
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
-from fabric.strategies.module.wrap_policy import Policy, check_policy, matching, whole_at_once
+from fabric.strategies.module.wrap_policy import Policy, check_policy, matching
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -51,7 +51,8 @@ from fabric.strategies.tensors.wrapped import frozen_wrapped, move
 class FSDPStrategy(ProcessGroupStrategy):
     """Fully sharded data parallel: one process per device, each with a shard of the model and a share of the data.
 
-    Weights are broadcast from rank 0. `Fabric.close` removes our hooks; the parameters stay sharded.
+    Weights are broadcast from rank 0. `Fabric.close` removes our hooks; the parameters stay sharded. Each part is moved
+    to the device just before it is sharded, also with `move_to_device=False`.
     """
 
     in_shards: ClassVar[bool] = True
@@ -77,12 +78,6 @@ class FSDPStrategy(ProcessGroupStrategy):
     def __post_init__(self) -> None:
         check_policy(self.auto_wrap_policy, "auto_wrap_policy")
         _check_mesh(self.device_mesh)
-        keeps = self.reshard_after_forward
-        if keeps is not None and not isinstance(keeps, int):
-            raise TypeError(
-                f"`reshard_after_forward={keeps!r}` is a `{type(keeps).__name__}`. Write True, False, or a number of "
-                "ranks."
-            )
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
@@ -107,12 +102,6 @@ class FSDPStrategy(ProcessGroupStrategy):
         else:
             degrees = dict(zip(("replicate", "shard"), self.device_mesh, strict=True))
         check_degrees(degrees, size, written=f"device_mesh={self.device_mesh!r}")
-        together, shards = self.reshard_after_forward, degrees["shard"]
-        if together is not None and not isinstance(together, bool) and (together < 1 or shards % together):
-            raise ValueError(
-                f"`reshard_after_forward={together}` ranks hold gathered parameters together, but there are "
-                f"{shards} shards. Write True, False, or a number that divides {shards}."
-            )
         return degrees
 
     def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
@@ -121,20 +110,17 @@ class FSDPStrategy(ProcessGroupStrategy):
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         inner = uncompiled(module)
         refuse_cut(inner, _LEAVE_OUT)
-        if not move:
-            _refuse_to_stay(inner, runtime.device)
         if runtime.world.size > 1:
             refuse_sparse_layers("fsdp", inner)
         units = self._units(inner, runtime.precision)
         _refuse_tied_apart(inner, units)
         _refuse_scalars(inner)
-        if self.auto_wrap_policy is None and runtime.world.size > 1 and (advice := whole_at_once(inner)) is not None:
-            runtime.report(advice)
         if runtime.world.size > 1 and (whole := frozen_wrapped(inner)):
             runtime.report(_WHOLE.format(model=type(inner).__name__, count=len(whole), names=name_some(list(whole))))
         unfilled, hooks = Unfilled(inner), list[RemovableHandle]()
         with rebinding(inner, optimizers):
             cast_module(runtime.precision, inner)
+            make_contiguous(inner)
             for part in in_order_of_apply(inner):
                 unfilled.fill(part, runtime.device, runtime.collective)
                 if part in units:
@@ -159,14 +145,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if precision.is_mixed:
             # Statistics stay in full precision, and BatchNorm needs its weights in the same dtype.
             chosen += [part for part in module.modules() if isinstance(part, _BatchNorm)]
-        units = {*chosen, module}
-        for part in units:
-            if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
-                raise ValueError(
-                    f"`auto_wrap_policy` chooses a `{type(part).__name__}`, which has no forward before which its "
-                    "parameters could be gathered. Choose the modules in it."
-                )
-        return units
+        return {*chosen, module}
 
     def _shard(self, runtime: Runtime, unit: nn.Module, units: set[nn.Module]) -> None:
         """Broadcast the unit's own tensors from rank 0, on the device, and shard them."""
@@ -204,14 +183,10 @@ _LEAVE_OUT = (
 
 
 def _check_mesh(mesh: Any) -> None:
-    """Raise TypeError or ValueError for a wrong `device_mesh`."""
-    if mesh is None or mesh == "nodes":
-        return
-    written, instead = f"`device_mesh={mesh!r}`", "Write two whole numbers, `(replicas, shards)`, 'nodes', or None."
-    if not isinstance(mesh, (tuple, list)):
-        raise TypeError(f"{written} is a `{type(mesh).__name__}`. {instead}")
-    if len(mesh) != 2 or not all(isinstance(degree, int) for degree in mesh):
-        raise ValueError(f"{written} has other than two whole numbers. {instead}")
+    """Raise ValueError for a wrong `device_mesh`."""
+    is_pair = isinstance(mesh, (tuple, list)) and len(mesh) == 2 and all(isinstance(degree, int) for degree in mesh)
+    if not (mesh is None or mesh == "nodes" or is_pair):
+        raise ValueError(f"`device_mesh={mesh!r}`: write two whole numbers, `(replicas, shards)`, 'nodes', or None.")
 
 
 def _own_parts(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
@@ -230,15 +205,6 @@ def _own_tensors(parts: Iterable[nn.Module]) -> list[Tensor]:
         for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))
     }
     return list(found.values())
-
-
-def _refuse_to_stay(module: nn.Module, device: torch.device) -> None:
-    elsewhere = {tensor.device.type for tensor in module.parameters()} - {device.type, "meta"}
-    if elsewhere:
-        raise ValueError(
-            f"`move_to_device=False` leaves parameters on {', '.join(sorted(elsewhere))}, but shards are made on "
-            f"{device.type}. Leave the argument out; each part is moved just before it is cut."
-        )
 
 
 def _refuse_tied_apart(module: nn.Module, units: set[nn.Module]) -> None:

@@ -19,7 +19,7 @@ from fabric.strategies.collectives.collective import HOST_DEVICES, Collective
 from fabric.strategies.gradients.clipping import DENSE, NONE, kind_of, refuse_sparse
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.layout import DATA_AXES, fsdp_modules, layout_of
+from fabric.strategies.sharding.layout import DATA_AXES, fsdp_modules, unaveraged
 from fabric.strategies.sharding.mesh import along, degree
 from fabric.strategies.tensors.dtensor import as_sharded, local_part
 from fabric.strategies.tensors.packing import exchange
@@ -34,16 +34,16 @@ class MeshAveraging:
 
     def __init__(self, runtime: Runtime, module: nn.Module) -> None:
         assert runtime.mesh is not None
-        layout = layout_of(module, runtime.mesh)
+        by_axes = unaveraged(module, runtime.mesh)
         data = tuple(axis for axis in DATA_AXES if degree(runtime.mesh, axis) > 1)
         # Ranks whose models differ (pipeline stages) may need different groups, and all ranks must create each of them.
-        wanted = {axes for axes in (*layout.unaveraged, data) if axes}
+        wanted = {axes for axes in (*by_axes, data) if axes}
         wanted = wanted.union(*runtime.collective.all_gather_object(wanted))
         groups = {axes: along(runtime.collective, runtime.mesh, axes).for_gradients() for axes in sorted(wanted)}
         self.module = module
         self.synced = True
         self.parameters = list(module.parameters())
-        self.unaveraged = [(groups[axes], list(named.values())) for axes, named in layout.unaveraged.items()]
+        self.unaveraged = [(groups[axes], parameters) for axes, parameters in by_axes.items()]
         self.data = groups[data] if data else None
         self.buffered = list(module.modules()) if data else []
         self.sharded = fsdp_modules(module)
@@ -78,7 +78,8 @@ def average(collective: Collective, parameters: Iterable[Tensor]) -> None:
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     present = _present_anywhere(collective, trainable)
-    exchange([_local_gradient(parameter) for parameter in present], partial(collective.all_reduce, op="mean"))
+    gradients = [local_part(each.grad) for each in present if each.grad is not None]
+    exchange(gradients, partial(collective.all_reduce, op="mean"))
 
 
 @torch.no_grad()
@@ -116,8 +117,3 @@ def _present_anywhere(collective: Collective, parameters: Iterable[Tensor]) -> l
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     return present
-
-
-def _local_gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return local_part(parameter.grad)

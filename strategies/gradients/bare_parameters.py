@@ -1,8 +1,7 @@
 """Parameters of an optimizer that are in no module: a temperature, an embedding table.
 
 They are in no forward, so all strategies that allow them handle them alike: they are broadcast from rank 0, and each
-synchronised backward averages their gradients, in one all-reduce per dtype. All that has accumulated in `.grad` is
-averaged: see Note [Averages of averages] in `averaging.py`.
+synchronised backward averages their gradients: see `average`.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.parameters import parameters_of
 
 
@@ -57,23 +55,8 @@ class BareParameters(GradientSync):
     def release(self) -> None:
         pass
 
-    @torch.no_grad()
     def _average(self) -> None:
-        """Average gradients; a rank without one counts as zero, and if none has one it stays None. Ranks: all."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in self._parameters:
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        for members in by_dtype.values():
-            gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in members]
-            present = torch.stack([each.new_full((), each.grad is not None) for each in members])
-            flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), present])
-            mean = self._runtime.collective.for_gradients().all_reduce(flat, "mean")
-            *means, anywhere = mean.split_with_sizes([each.numel() for each in members] + [len(members)])
-            for parameter, average, share in zip(members, means, anywhere, strict=True):
-                if parameter.grad is not None:
-                    parameter.grad.copy_(average.view_as(parameter))
-                elif share != 0:  # waits for the device
-                    parameter.grad = average.view_as(parameter).clone()
+        average(self._runtime.collective.for_gradients(), self._parameters)
 
 
 def outside(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> list[tuple[Optimizer, Tensor]]:
@@ -99,16 +82,6 @@ def refuse_another_model(
         "it from the parameters of the module that you set up: a copy (`copy.deepcopy`) or a module that is created "
         "again has parameters of its own. Set up an optimizer of other parameters alone by `setup_optimizers`."
     )
-
-
-def refuse_shards(others: Iterable[tuple[Optimizer, Tensor]]) -> None:
-    """Raise ValueError for a DTensor: it belongs to a model that was not set up."""
-    for optimizer, parameter in others:
-        if as_sharded(parameter) is not None:
-            raise ValueError(
-                f"The `{type(optimizer).__name__}` holds a sharded parameter, of shape {tuple(parameter.shape)}, "
-                "that belongs to no module set up so far. Set up every module before the optimizers of its parameters."
-            )
 
 
 IN_MODULE = (

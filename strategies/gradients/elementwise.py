@@ -34,17 +34,15 @@ KNOWN: Mapping[Unit, Mapping[str, str]] = {
 """What an update is computed from: the classes of each package."""
 
 
-def refuse_without_hooks(optimizers: Sequence[Optimizer]) -> None:
-    """Raise ValueError for an optimizer without hooks of `state_dict`, by which state of several ranks is gathered."""
-    for optimizer in optimizers:
-        if "_optimizer_state_dict_post_hooks" not in vars(optimizer):
-            raise ValueError(_NO_HOOKS.format(optimizer=type(optimizer).__name__))
+def has_modes(optimizer: Optimizer) -> bool:
+    """Whether the optimizer has the methods `train` and `eval`, which write other weights into the parameters outside
+    of a step: schedule-free ones evaluate an average of what they train (Defazio et al., 2024, arXiv:2405.15682)."""
+    return all(callable(getattr(type(optimizer), name, None)) for name in ("train", "eval"))
 
 
-_NO_HOOKS = (
-    "`{optimizer}` has no `state_dict` of torch's: its `__init__` does not call that of `torch.optim.Optimizer`, as in "
-    "a wrapper of another optimizer (Lookahead). Here each rank has a part of the state, which could not be gathered. "
-    "Set up the optimizer within it, and wrap what `fabric.setup` returned; or pass `strategy='ddp'`."
+_MODES = (
+    "`{optimizer}` writes other weights into the parameters in `eval()` and `train()`, and here a rank has the state "
+    "of some parameters only. Pass `strategy='ddp'` without `shard_optimizer`, or `strategy='fsdp'`."
 )
 
 
@@ -56,6 +54,8 @@ def refuse_dependent(optimizers: Sequence[Optimizer], sentence: str, *, flat: bo
     """
     for optimizer in optimizers:
         unit, name = updates_each(optimizer), type(optimizer).__name__
+        if not flat and has_modes(optimizer):
+            raise ValueError(_MODES.format(optimizer=name))
         if unit is None:
             raise ValueError(_UNKNOWN.format(optimizer=name, unit="element" if flat else "parameter"))
         if unit == "model" or (flat and unit == "parameter"):

@@ -19,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.clipping import on_gradient
-from fabric.strategies.gradients.reducer import end_reducer
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Finish, GradientSync, end_reducer
 from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.state import own_parameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of

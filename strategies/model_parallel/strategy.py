@@ -37,7 +37,7 @@ from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.parameter_rebinding import rebinding
-from fabric.strategies.module.prepare import prepared, with_precision
+from fabric.strategies.module.prepare import make_contiguous, prepared, with_precision
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.forward_precision import cast_module
@@ -176,6 +176,7 @@ def place_and_broadcast(runtime: Runtime, module: nn.Module, optimizers: Sequenc
     Ranks: all call it, before the module is parallelised.
     """
     cast_module(runtime.precision, module)
+    make_contiguous(module)
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
     if move:
         for tensor in tensors:

@@ -2,8 +2,8 @@
 
 Trades a second forward of the submodule for the memory between its input and output (Chen et al., arXiv:1604.06174).
 The submodule object and all names stay the same. So do the numbers: the recomputation has the random state, the
-autocast state, the default dtype and the buffers of the first forward, and changes no buffer again. The submodule's
-hooks are called once; side effects of its forward on other Python objects happen twice.
+autocast state and the buffers of the first forward, and changes no buffer again. The submodule's hooks are called
+once; side effects of its forward on other Python objects happen twice.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ class _Computing:
 
     def __init__(self, part: nn.Module) -> None:
         self.part = part
-        self.dtype = torch.get_default_dtype()
         self.changed: dict[tuple[nn.Module, str], Tensor] = {}
 
     def __enter__(self) -> None:
@@ -118,8 +117,6 @@ class _ComputingAgain:
         self._first = first
 
     def __enter__(self) -> None:
-        self._dtype = torch.get_default_dtype()
-        torch.set_default_dtype(self._first.dtype)
         self._now = list(_buffers_in(self._first.part))
         for owner, name, buffer in self._now:
             owner._buffers[name] = self._first.changed.get((owner, name), buffer).detach().clone()
@@ -127,7 +124,6 @@ class _ComputingAgain:
     def __exit__(self, *exception: object) -> None:
         for owner, name, buffer in self._now:
             owner._buffers[name] = buffer
-        torch.set_default_dtype(self._dtype)
         del self._now
 
 

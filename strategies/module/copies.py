@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import partial
 from typing import Any, NoReturn, final
 
@@ -73,23 +72,8 @@ def refuse_copies(module: nn.Module, sentence: str) -> Callable[[], None]:
     return replace_attributes(module, __deepcopy__=refuse, __reduce_ex__=refuse)
 
 
-def refuse_pickles(module: nn.Module, sentence: str) -> Callable[[], None]:
-    """Make pickles of a module raise RuntimeError with this sentence. Returns a function that undoes it."""
-    refuse = partial(_refuse, type(module).__name__, sentence)
-    return replace_attributes(module, __deepcopy__=partial(_copy, module), __reduce_ex__=refuse)
-
-
 def _refuse(name: str, sentence: str, _: Any) -> NoReturn:
     raise RuntimeError(f"`{name}`: {sentence}")
-
-
-def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """`copy.deepcopy` of a module without calling its `__reduce_ex__`, which raises."""
-    made: nn.Module = type(module).__new__(type(module))
-    memo[id(module)] = made
-    own = {name: value for name, value in vars(module).items() if name not in ("__deepcopy__", "__reduce_ex__")}
-    made.__setstate__(deepcopy(own, memo))  # type: ignore[no-untyped-call]
-    return made
 
 
 IN_SHARDS = (

@@ -12,9 +12,9 @@ functions of `torch.nn.init` by ones that write the marker, and check it in the 
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +55,9 @@ def refuse_empty(module: nn.Module, around: Around | None) -> Around | None:
     def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if names:
             now = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
-            empty = [name for name in names if name in now and _is_blank(now[name])]
+            empty = [name for name in names if name in now and _is_empty(now[name])]
             if empty:
-                raise RuntimeError(_NO_VALUES.format(model=type(inner).__name__, names=_have(empty), instead=_WRITE))
+                raise RuntimeError(_NO_VALUES.format(model=type(inner).__name__, names=_have(empty)))
             names.clear()
         return function(*args, **kwargs) if around is None else around(function, args, kwargs)
 
@@ -72,9 +72,8 @@ class Unfilled:
         self._model = user_class(root).__name__
         self._names = {part: name for name, part in root.named_modules()}
         self._tensors: list[tuple[nn.Module, str]] = []
-        uses = Counter(tensor for part in root.modules() for tensor in _own_tensors(part).values())
-        self._tied = {tensor for tensor, number in uses.items() if number > 1}
-        self._made: dict[Tensor, Tensor] = {}
+        # Tied tensors are made once. Weak, because unsharded tensors are to be freed when they are sharded.
+        self._made: WeakValueDictionary[Tensor, Tensor] = WeakValueDictionary()
         self.was_empty = False
 
     def fill(self, part: nn.Module, device: torch.device, collective: Collective) -> None:
@@ -84,9 +83,7 @@ class Unfilled:
             tensor = getattr(part, name)
             made = self._made.get(tensor)
             if made is None:
-                made = _marked(tensor, device)
-            if tensor in self._tied:  # others are not held: they are unsharded, and are sharded next
-                self._made[tensor] = made
+                made = self._made[tensor] = _marked(tensor, device)
             setattr(part, name, made)
         if not empty:
             return
@@ -96,53 +93,29 @@ class Unfilled:
                 self._tensors += [(part, name) for name in empty]
 
     def finish(self, root: nn.Module | None, device: torch.device, collective: Collective) -> None:
-        """Call it after all submodules: calls `init_weights` of `root`, if that is given. Ranks: all of `collective`.
-
-        Raises: ValueError: a buffer that no checkpoint holds is still empty.
-        """
-        self._made.clear()
+        """Call it after all submodules: calls `init_weights` of `root`, if it is given. Ranks: all of `collective`."""
         if self.was_empty and root is not None:
             with WholeDraws(device, collective):
                 _call(root, "init_weights")
-        for part, name in self._tensors:
-            self._refuse_lost(part, name)
 
     def check(self, collective: Collective) -> None:
         """Raise RuntimeError if a tensor is still empty. No cost once all are filled. Ranks: all call it."""
         if not self._tensors:
             return
-        mine = [self._name(part, name) for part, name in self._tensors if _is_marked(getattr(part, name))]
+        mine = [
+            f"{self._names[part]}.{name}".lstrip(".") for part, name in self._tensors if _is_empty(getattr(part, name))
+        ]
         empty = sorted({name for names in collective.all_gather_object(mine) for name in names})
         if empty:
-            instead = self._other_ways(empty)
-            raise RuntimeError(_NO_VALUES.format(model=self._model, names=_have(empty), instead=instead))
+            raise RuntimeError(_NO_VALUES.format(model=self._model, names=_have(empty)))
         self._tensors.clear()
-
-    def _refuse_lost(self, part: nn.Module, name: str) -> None:
-        if name in part._non_persistent_buffers_set and _is_marked(getattr(part, name)):
-            raise ValueError(
-                f"The buffer `{self._name(part, name)}` is in no checkpoint (`persistent=False`), and lost "
-                f"its values when the model was made empty. Give `{user_class(part).__name__}` a `reset_parameters` "
-                "that computes it, or construct the model without `empty_init=True`."
-            )
-
-    def _other_ways(self, empty: list[str]) -> str:
-        parts = [part for part, name in self._tensors if self._name(part, name) in empty]
-        without = [part for part in parts if not callable(getattr(part, "reset_parameters", None))]
-        classes = "`, `".join(sorted({user_class(part).__name__ for part in without or parts}))
-        if without:
-            return f"give `{classes}` a `reset_parameters`"
-        return f"let `reset_parameters` of `{classes}` need no arguments, and fill them"
-
-    def _name(self, part: nn.Module, name: str) -> str:
-        return f"{self._names[part]}.{name}".lstrip(".")
 
 
 _NO_VALUES = (
     "`{model}` was made empty, and {names} no values yet. Load a checkpoint (`fabric.load`) before the first forward, "
-    "or {instead}."
+    "or give the module that has them a `reset_parameters` without arguments, or construct the model without "
+    "`empty_init=True`."
 )
-_WRITE = "initialise what no checkpoint holds, or construct the module without `empty_init=True`"
 
 
 def _have(names: list[str]) -> str:
@@ -168,19 +141,14 @@ def _mark(dtype: torch.dtype) -> float | int:
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
-def _is_marked(tensor: Tensor) -> bool:
-    """Whether this rank's part still has the marker. False for booleans, which have no spare value."""
+def _is_empty(tensor: Tensor) -> bool:
+    """Whether this rank's part has only the marker, and zeros, which the padding row of an embedding has. False for
+    booleans, which have no spare value."""
     values = local_part(tensor.detach())
-    if values.numel() == 0 or values.dtype == torch.bool:
+    if values.dtype == torch.bool:
         return False
     mark = _mark(values.dtype)
-    return bool((values.isnan() if mark != mark else values == mark).all())
-
-
-def _is_blank(tensor: Tensor) -> bool:
-    """Whether this rank's part has only the marker and zeros, which the padding row of an embedding has."""
-    values = local_part(tensor.detach())
-    marked = values.isnan()
+    marked = values.isnan() if mark != mark else values == mark
     return bool(marked.any()) and bool((marked | (values == 0)).all())
 
 

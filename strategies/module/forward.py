@@ -58,10 +58,13 @@ class ForwardPath:
         self.running = False
         self._given: dict[str, Any] = {}
         self._replace("forward")
-        object.__setattr__(module, "mark_forward_method", _Mark(self))
+        object.__setattr__(module, "mark_forward_method", self)
 
-    def mark(self, method: str | Callable[..., Any]) -> None:
-        """Wrap another method as `forward` is. Raises AttributeError if the module has no such method."""
+    def __call__(self, method: str | Callable[..., Any]) -> None:
+        """`module.mark_forward_method`: wrap another method as `forward` is.
+
+        Raises: AttributeError: the module has no such method.
+        """
         name = method if isinstance(method, str) else method.__name__
         if name in self._given:
             return
@@ -75,15 +78,6 @@ class ForwardPath:
         self._replace(name)
         self._given[name] = given
 
-    def given(self, name: str) -> Any:
-        """The instance attribute that was replaced; None if the class has the method."""
-        return self._given.get(name)
-
-    def has_attributes(self, module: nn.Module) -> bool:
-        """Whether a module has all attributes of this one, not `forward` alone, as one that delegates to it has."""
-        mark = vars(module).get("mark_forward_method")
-        return isinstance(mark, _Mark) and mark.path is self
-
     def release(self) -> None:
         """Restore the module's own methods."""
         for name, given in self._given.items():
@@ -93,26 +87,30 @@ class ForwardPath:
                 object.__setattr__(self.module, name, given)
         object.__delattr__(self.module, "mark_forward_method")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (_not_prepared, type(self.module).__name__)
+
     def _replace(self, name: str) -> None:
         if self.around is not None:
             self._given[name] = vars(self.module).get(name)
-            method = _Method(self, self.around, name, getattr(self.module, name))
+            method = _Method(self, self.around, name, getattr(self.module, name), self._given[name])
             object.__setattr__(self.module, name, method)
 
 
 @final
 class _Method:
-    """A method of the user's module with the strategy's code around it."""
+    """A method of the user's module with the strategy's code around it. `given`: the instance attribute that it
+    replaces; None if the class has the method."""
 
-    def __init__(self, path: ForwardPath, around: Around, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, path: ForwardPath, around: Around, name: str, function: Callable[..., Any], given: Any) -> None:
         functools.update_wrapper(self, function)
-        self._path, self._around, self._name, self._function = path, around, name, function
+        self._path, self._around, self._name, self._function, self._given = path, around, name, function, given
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
         if caller.f_code.co_filename == _TORCHS_FILE:  # only there: `f_locals` keeps alive what it shows
             module = caller.f_locals.get("self", self._path.module)
-            if module is not self._path.module and self._path.has_attributes(module):
+            if module is not self._path.module and vars(module).get("mark_forward_method") is self._path:
                 return self._plain(module)(*args, **kwargs)
         if self._path.running:  # forward called by a marked method, or by itself
             return self._function(*args, **kwargs)
@@ -131,13 +129,9 @@ class _Method:
 
     def _plain(self, module: nn.Module) -> Callable[..., Any]:
         """The method of a module that has the attributes of the prepared one."""
-        given: Callable[..., Any] | None = self._path.given(self._name)
-        if isinstance(given, MethodType) and given.__self__ is self._path.module:
-            return MethodType(given.__func__, module)
-        if given is not None:
-            return given
-        method: Callable[..., Any] = getattr(type(module), self._name).__get__(module)
-        return method
+        if isinstance(self._function, MethodType) and self._function.__self__ is self._path.module:
+            return MethodType(self._function.__func__, module)
+        return self._function
 
     def _run_compiled(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._path.uncompilable is not None:
@@ -145,28 +139,13 @@ class _Method:
         return self._run(function, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = self._path.given(self._name)
-        if given is not None:  # an attribute of the instance before `setup`
-            return _itself, (given,)
+        if self._given is not None:
+            return _itself, (self._given,)
         return getattr, (self._path.module, self._name)  # unpickled in a copy, whose class has the plain method
 
 
 _TORCHS_FILE = nn.Module.__call__.__code__.co_filename
 """Where torch calls `forward` of a module."""
-
-
-@final
-class _Mark:
-    """`module.mark_forward_method`."""
-
-    def __init__(self, path: ForwardPath) -> None:
-        self.path = path
-
-    def __call__(self, method: str | Callable[..., Any]) -> None:
-        self.path.mark(method)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (_not_prepared, type(self.path.module).__name__)
 
 
 def _not_prepared(name: str, method: str | Callable[..., Any]) -> None:
@@ -187,10 +166,6 @@ def _forget_original(module: nn.Module) -> None:
         return
     object.__delattr__(module, "mark_forward_method")
     forget_copied_hooks(module)
-    for name, method in list(vars(module).items()):
-        own = getattr(type(module), name, None)
-        if isinstance(method, MethodType) and method.__self__ is module and method.__func__ is own:
-            object.__delattr__(module, name)
 
 
 # Note [Only the user's functions are compiled]

@@ -117,12 +117,4 @@ def _replace(value: Any, replaced: Mapping[int, Tensor], done: dict[int, tuple[A
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
     """The attributes that an object stores, without its properties."""
-    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
-    found = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
-    return [*found, *getattr(value, "__dict__", {}).items()]
-
-
-def _slots_of(kind: type) -> list[str]:
-    slots = vars(kind).get("__slots__", ())
-    names = [slots] if isinstance(slots, str) else list(slots)
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+    return list(getattr(value, "__dict__", {}).items())

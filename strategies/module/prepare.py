@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -33,6 +34,13 @@ def place(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], 
         module.to(runtime.device)
         for optimizer in optimizers:
             move_state(optimizer, runtime.device)
+
+
+def make_contiguous(module: nn.Module) -> None:
+    """Store each parameter row by row, as whoever shards it expects: some are transposed, or in `channels_last`."""
+    for parameter in module.parameters():
+        if parameter.layout is torch.strided and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def replica(

@@ -6,13 +6,11 @@ aborts or waits until its timeout, and tensors of the same shape are mixed silen
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.call_check import check_call
-from fabric.strategies.precision.forward_precision import cast, casts
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.packing import Spec
 from fabric.strategies.tensors.parameters import name_some
@@ -30,7 +28,7 @@ def refuse_different_models(
     """Raise unless the ranks have parameters and buffers of the same names, shapes and dtypes in the same order, and
     the same ones on the meta device (unless `fills_from_rank_zero`).
 
-    `moment`: begins the error. `recurse`: also those of submodules. Dtypes are those after the precision's cast.
+    `moment`: begins the error. `recurse`: also those of submodules.
     Ranks: all call it. Cost: one all-reduce of two numbers, and some microseconds per tensor; none in a world of one.
     Raises: CollectiveError on every rank, with what each has. ValueError: a tensor of a lazy module has no shape yet.
     """
@@ -41,7 +39,7 @@ def refuse_different_models(
 
     def words(tensor: Tensor) -> str:
         there = ", on the meta device" if tensor.is_meta and not fills_from_rank_zero else ""
-        return _words(runtime, tensor) + there
+        return _words(tensor) + there
 
     lines = [
         *(f"{name}: {words(each)}" for name, each in inner.named_parameters(recurse=recurse)),
@@ -65,31 +63,13 @@ def refuse_meta(module: nn.Module) -> None:
         raise ValueError(_ON_META.format(name=names[0], model=type(inner).__name__, count=len(names)))
 
 
-def refuse_renormalized(runtime: Runtime, module: nn.Module) -> None:
-    """Raise ValueError for an embedding with `max_norm`, if the ranks read different data. No communication."""
-    if runtime.share.count == 1:
-        return
-    for name, part in module.named_modules():
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
-            raise ValueError(_RENORMALIZED.format(name=name or type(part).__name__, limit=part.max_norm))
-
-
-def _words(runtime: Runtime, tensor: Tensor) -> str:
-    dtype = tensor.dtype
-    if casts(runtime.precision):
-        dtype = cast(runtime.precision, torch.empty(0, dtype=dtype, device="meta")).dtype
+def _words(tensor: Tensor) -> str:
     frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
-    inner = (
-        f", of {', '.join(str(Spec.of(each)) for each in plain_tensors(tensor).values())}" if is_wrapped(tensor) else ""
-    )
-    return f"{str(dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}{inner}"
+    inner = plain_tensors(tensor).values() if is_wrapped(tensor) else ()
+    of = f", of {', '.join(str(Spec.of(each)) for each in inner)}" if inner else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}{of}"
 
 
-_RENORMALIZED = (
-    "`{name}` has `max_norm={limit:g}`, with which each forward rescales the rows that its batch reads, in place. "
-    "Ranks read different rows, so their weights would differ. Leave `max_norm` out, and rescale all rows after each "
-    "step: `with torch.no_grad(): weight.copy_(torch.renorm(weight, 2, 0, {limit:g}))`."
-)
 _ON_META = (
     "{name!r} of `{model}` is on the meta device, and has no values ({count} tensors are there). Make the model "
     "without `torch.device('meta')`, or within `fabric.init_module(empty_init=True)` and load its weights after "

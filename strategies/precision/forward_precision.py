@@ -7,7 +7,6 @@ complex. Outputs are not cast. Loss functions called outside forward use `Fabric
 
 from __future__ import annotations
 
-import threading
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any, final
@@ -34,13 +33,8 @@ def casts(precision: Precision) -> bool:
 def cast_module(precision: Precision, module: nn.Module) -> None:
     """Cast floating-point parameters and buffers to the precision's dtype, in place; complex ones to its complex
     dtype."""
-    if not casts(precision):
-        return
-    if any(tensor.is_complex() for tensors in (module.parameters(), module.buffers()) for tensor in tensors):
-        # `module.to(dtype)` would drop imaginary parts.
-        module._apply(lambda tensor: cast(precision, tensor))  # type: ignore[no-untyped-call]
-    else:
-        module.to(precision.param_dtype)
+    if casts(precision):  # `module.to(dtype)` would drop imaginary parts
+        module._apply(partial(cast, precision))  # type: ignore[no-untyped-call]
 
 
 def cast_inputs(precision: Precision, inputs: Any) -> Any:
@@ -48,7 +42,6 @@ def cast_inputs(precision: Precision, inputs: Any) -> Any:
 
     A container in which nothing is cast is returned itself.
     """
-
     return map_only_tensors(partial(cast, precision), inputs, keep=True)
 
 
@@ -69,31 +62,21 @@ def complex_dtype(precision: Precision) -> torch.dtype:
 
 @final
 class DefaultDtype:
-    """Context: new floating-point tensors have one dtype. Reentrant, and may be entered by any thread.
+    """Context: new floating-point tensors have one dtype. Reentrant.
 
-    torch's default dtype is global to the process, and so is this object: see `default_dtype`. The first thread that
-    enters sets it, and the last that leaves restores it; another thread that creates a tensor meanwhile without a dtype
-    gets this one.
+    torch's default dtype is global to the process: threads that enter share the dtypes to be restored.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._before = dtype
-        self._num_within = 0
-        self._lock = threading.Lock()
+        self._before: list[torch.dtype] = []
 
     def __enter__(self) -> None:
-        with self._lock:
-            if self._num_within == 0:
-                self._before = torch.get_default_dtype()
-                torch.set_default_dtype(self._dtype)
-            self._num_within += 1
+        self._before.append(torch.get_default_dtype())
+        torch.set_default_dtype(self._dtype)
 
     def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._num_within -= 1
-            if self._num_within == 0:
-                torch.set_default_dtype(self._before)
+        torch.set_default_dtype(self._before.pop())
 
 
 def dtype_of_new_tensors(precision: Precision) -> AbstractContextManager[None]:

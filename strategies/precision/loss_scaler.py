@@ -9,7 +9,6 @@ Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; growth and b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -175,15 +174,8 @@ def all_finite(gradients: Sequence[Tensor]) -> bool:
     """Whether all numbers of these tensors, this rank's parts of gradients, are finite."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     held = [gradient.detach() for gradient in dense if gradient.numel()]
-    # Of 800,000 gradients on a CPU the largest takes 7.7 ms, their norm 0.5 and their dot product 0.2. The latter two
-    # may overflow where no gradient does, so the largest decides then.
-    if all(each.device.type == "cpu" and each.is_contiguous() and each.dtype in _DOT for each in held):
-        if math.isfinite(sum(torch.dot(flat, flat).item() for flat in (each.view(-1) for each in held))):
-            return True
-    elif torch.nn.utils.get_total_norm(held, 2.0).isfinite():
+    # Their norm takes a fifteenth of the time of the largest on a CPU. It may overflow where no gradient does.
+    if torch.nn.utils.get_total_norm(held, 2.0).isfinite():
         return True
     # One transfer for all takes 0.16 of the time of one for each tensor.
     return bool(torch.nn.utils.get_total_norm(held, float("inf")).isfinite())
-
-
-_DOT = (torch.float32, torch.float64)

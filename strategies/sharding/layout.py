@@ -5,8 +5,7 @@ Layouts that would give wrong gradients are refused here, before the first forwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from torch import nn
@@ -24,17 +23,6 @@ DATA_AXES = ("data", "shard", "context")
 """Ranks along these axes read different data, so gradients are averaged along them."""
 Parallelize: TypeAlias = "Callable[[Any, DeviceMesh], nn.Module | None]"
 """`function(model, mesh)` parallelizes the model in place, and may return it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The parameters by name, with the axes of the mesh over which they are distributed."""
-
-    unaveraged: Mapping[tuple[str, ...], Mapping[str, nn.Parameter]]
-    """Parameters whose gradients no wrapper averages, along the axes named. Along all other data axes `fully_shard`
-    does."""
-    off_tensor: Mapping[str, nn.Parameter]
-    """Parameters that are not sharded over the axis "tensor": each rank computes the same with them."""
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, function: Parallelize) -> nn.Module:
@@ -76,15 +64,15 @@ def refuse_cut(module: nn.Module, instead: str) -> None:
             )
 
 
-def layout_of(module: nn.Module, mesh: DeviceMesh) -> Layout:
-    """The layout of a parallelized model.
+def unaveraged(module: nn.Module, mesh: DeviceMesh) -> dict[tuple[str, ...], list[nn.Parameter]]:
+    """The parameters of a parallelized model whose gradients no wrapper averages, by the axes along which it does not.
+    Along all other data axes `fully_shard` does.
 
     Raises: ValueError: an axis is not used, or a parameter would get wrong gradients.
     """
     data = [axis for axis in DATA_AXES if degree(mesh, axis) > 1]
     managed = {parameter for part in fsdp_modules(module) for parameter in cast(nn.Module, part).parameters()}
-    unaveraged: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
-    off_tensor: dict[str, nn.Parameter] = {}
+    found: dict[tuple[str, ...], list[nn.Parameter]] = {}
     used: set[str] = set()
     for name, parameter in module.named_parameters():
         axes = _axes_of(name, parameter, mesh)
@@ -98,11 +86,9 @@ def layout_of(module: nn.Module, mesh: DeviceMesh) -> Layout:
             )
         left = tuple(axis for axis in data if axis not in averaged)
         if left:
-            unaveraged.setdefault(left, {})[name] = parameter
-        if "tensor" not in axes:
-            off_tensor[name] = parameter
+            found.setdefault(left, []).append(parameter)
     _refuse_unused(mesh, used)
-    return Layout(unaveraged=unaveraged, off_tensor=off_tensor if degree(mesh, "tensor") > 1 else {})
+    return found
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:

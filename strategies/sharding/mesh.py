@@ -29,19 +29,13 @@ COPIES = (
 
 
 def check_written(strategy: str, written: Mapping[str, Degree]) -> None:
-    """Raise ValueError if a strategy's degree is not a number, or more than one is 'auto'."""
+    """Raise ValueError if a strategy's degree is not a number."""
     for axis, number in written.items():
         if number != "auto" and (type(number) is not int or number < 1):
             raise ValueError(
                 f"`{strategy}({axis}={number!r})`: a degree is a number of ranks from 1 on, or 'auto' "
                 "for what the other axes leave."
             )
-    open_axes = [axis for axis, number in written.items() if number == "auto"]
-    if len(open_axes) > 1:
-        raise ValueError(
-            f"`{strategy}({', '.join(f'{axis}={chr(39)}auto{chr(39)}' for axis in open_axes)})` leaves "
-            "more than one degree open. Write a number for all but one."
-        )
 
 
 def complete(written: Mapping[str, Degree], size: int, *, of: str = "ranks") -> dict[str, int]:

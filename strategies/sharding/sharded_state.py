@@ -20,7 +20,7 @@ from fabric.strategies.tensors.wrapped import plain_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Placement
+    from torch.distributed.tensor import Placement
 
 
 def shard_state(name: str, value: Any, parameter: Tensor, existing: Any = None) -> Any:
@@ -91,11 +91,11 @@ class ShardedState(StateAccess):
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
         by_index = by_saved_index(optimizer, content)
 
-        def filled(index: Any, name: str, value: Any) -> Any:
-            parameter: Any = by_index.get(index)
-            return _filled(value, parameter, optimizer.state.get(parameter, {}).get(name))
+        def kept(index: Any, name: str, value: Any) -> Any:  # a copy, because an optimizer keeps what it loads
+            found = _stored_like(value, by_index.get(index), keep=True)
+            return found.clone() if isinstance(found, Tensor) and not isinstance(value, Stored) else found
 
-        states = map_state(content, filled)["state"]
+        states = map_state(content, kept)["state"]
         self.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": states})
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -172,20 +172,3 @@ def _fill(target: Any, value: Any) -> bool:
         return False
     value.fill(local, local_chunk(own))
     return True
-
-
-def _filled(value: Any, parameter: Any, existing: Any) -> Any:
-    """An entry of an optimizer's state: `existing`, filled with the stored values, if shape, dtype and layout match.
-
-    A new tensor otherwise, because an optimizer keeps the tensors of the state that it loads.
-    """
-    own = as_sharded(existing)
-    if own is not None and _has_layout_of(own, parameter) and _fill(existing, value):
-        return existing
-    found = _stored_like(value, parameter, keep=True)
-    return found.clone() if isinstance(found, Tensor) and not isinstance(value, Stored) else found
-
-
-def _has_layout_of(tensor: DTensor, like: Any) -> bool:
-    other = as_sharded(like)
-    return other is not None and (tensor.device_mesh, tensor.placements) == (other.device_mesh, other.placements)

@@ -13,7 +13,8 @@ from processes import run
 
 PROGRAM = '''
 import json, os, sys
-from fabric.launchers import Topology, choose_launcher, detect_world, join
+from fabric.launchers import Topology, detect_world, join
+from fabric.launchers.choose import choose_launcher
 
 def function(world, word):
     """Two meetings, one after another, in which every rank reads what every other wrote; and a large result."""

@@ -167,11 +167,8 @@ print(work(fabric))
 
 def test_two_nodes_of_two_devices_are_one_world_of_four(tmp_path: Path) -> None:
     node = launching(tmp_path, NODE.strip())
-    others = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with (
-        running([*node, "0,1"], NODE_RANK="0", **others) as first,
-        running([*node, "2,3"], NODE_RANK="1", **others) as second,
-    ):
+    start = ("-m", "fabric", "run", "--main-address", "127.0.0.1", "--main-port", str(free_port()), "--node-rank")
+    with running([*start, "0", *node, "0,1"]) as first, running([*start, "1", *node, "2,3"]) as second:
         for program in (first, second):
             output, errors = program.process.communicate(timeout=60)
             assert found(output)["physical"] == [0, 1, 2, 3], errors

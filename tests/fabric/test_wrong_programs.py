@@ -596,8 +596,13 @@ def changed_in_forward(fabric: Fabric | None = None) -> nn.Module:
 
 def renormalizing(fabric: Fabric) -> nn.Module:
     """Each forward of such an embedding rescales the rows that this rank reads."""
-    model = fabric.setup(nn.Sequential(nn.Embedding(4, 2, max_norm=1)))
-    assert isinstance(model, nn.Module)
+    net = nn.Sequential(nn.Embedding(4, 2, max_norm=1), nn.Linear(2, 1))
+    nn.init.ones_(net[0].weight)
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    for _ in range(3):
+        fabric.backward(model(torch.tensor([3 * fabric.global_rank])).sum())  # a row of its own shard
+        optimizer.step()
+        optimizer.zero_grad()
     return model
 
 
@@ -836,7 +841,7 @@ SENTENCES = {
     ("fsdp", "updates of its own"): "appears to not have been used in the graph",
     ("fsdp", "forward called as a method"): "got mixed torch.Tensor and DTensor",
     ("ddp", "submodules called by themselves"): "were not averaged over the ranks",
-    ("ddp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
+    ("ddp", "never synchronised"): "`SGD.step()` after a `fabric.backward` that did not synchronise",
     ("deepspeed_stage_3", "nn.init.eye_ after setup"): "Only tensors with 2 dimensions are supported",
     ("ddp", "lazy layers"): "2 tensors of `Sequential` ('0.weight', '0.bias') have no shape yet",
     (
@@ -845,8 +850,7 @@ SENTENCES = {
     ): "The model is wrapped in `DistributedDataParallel`, and `strategy='ddp_sharded'`",
     ("ddp_fully_sharded", "wrapped by hand"): "Pass the module to `fabric.setup` as it is, not wrapped",
     ("deepspeed_stage_2", "closure called by the step"): "`CallsClosure.step` calls its closure itself, and under",
-    ("ddp_fully_sharded", "model called within vmap"): "the hooks that this strategy needs around forward and backward",
-    ("ddp", "embedding with max_norm"): "`0` has `max_norm=1`, with which each forward rescales the rows",
+    ("ddp", "embedding with max_norm"): "`0.weight` on rank 1 differs from that on rank 0",
     (
         "ddp",
         "gradients of its own",
@@ -858,8 +862,8 @@ SENTENCES = {
     ): "After step 1 of `SGD`, the gradient of `0.weight` on rank 1 differs from that on rank 0. It is the first",
     ("manual", "updates of its own"): "`0.weight` on rank 1 differs from that on rank 0. It is the first comparison",
     ("ddp_sharded", "updates of its own"): "`0.weight` on rank 1 differs from that on rank 0. It is the first",
-    ("manual", "steps within backward"): "`SGD.step()` within a backward, in a hook of a parameter of `Sequential`",
-    ("ddp", "steps within backward"): "`SGD.step()` within a backward, in a hook of a parameter of `Sequential`",
+    ("manual", "steps within backward"): "`SGD.step()` within a backward, in a hook of a parameter",
+    ("ddp", "steps within backward"): "`SGD.step()` within a backward, in a hook of a parameter",
     ("ddp_fully_sharded", "steps within backward"): "its gradient is averaged over the ranks later",
     ("fsdp", "gradient penalty of the same forward"): "out of bounds for storage of size 0",
     ("deepspeed_stage_2", "layerwise optimizer"): "`Layerwise` in `setup` uses whole tensors, but ZeRO passes",
@@ -870,7 +874,7 @@ SENTENCES = {
     ): "`WithGlobalNorm` is not known to compute the update of each",
     ("ddp_fully_sharded", "gradients read"): "each rank has a shard of each gradient",
     ("deepspeed_stage_1", "gradients read"): "of a gradient that DeepSpeed keeps, in shards or not averaged yet",
-    ("fsdp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
+    ("fsdp", "never synchronised"): "`SGD.step()` after a `fabric.backward` that did not synchronise",
     ("fsdp", "optimizer from before setup"): "has replaced the parameters of `FSDPSequential`",
     ("model_parallel", "layer replaced after setup"): "'2.weight', '2.bias'. Add and replace layers before `setup`",
     ("ddp_sharded", "parameter replaced after setup"): "`Sequential` ('2.weight') were added or unfrozen after",

@@ -445,12 +445,10 @@ if __name__ == "__main__":
     _address = _address_of_mark()
     for _name in PRELOAD:
         import_module(_name)
-    from fabric.launchers.process.interpreter import freeze
-
     for _finalizer in list(vars(weakref.finalize)["_registry"]):  # of modules: they take a fork 50 ms at its end
         _finalizer.atexit = False
     gc.collect()
-    freeze()
+    gc.freeze()
     _server = Server(socket.socket(fileno=int(sys.argv[1])))
     _call = _server.serve()
     _templates[:] = [_server.parent]

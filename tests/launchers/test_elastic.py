@@ -12,7 +12,8 @@ from processes import all_gone, run, running
 
 PROGRAM = '''
 import json, os, sys
-from fabric.launchers import Topology, choose_launcher, detect_world, join
+from fabric.launchers import Topology, detect_world, join
+from fabric.launchers.choose import choose_launcher
 
 def function(world, failures):
     """All ranks meet and read what each has written in this attempt; in the first attempts the last one fails."""
@@ -29,7 +30,8 @@ def function(world, failures):
 def main(case, size, failures, max_restarts):
     chosen = choose_launcher(
         "auto" if detect_world(os.environ) else "elastic",
-        Topology(num_processes=size), function=function, world=detect_world(os.environ), max_restarts=max_restarts,
+        Topology(num_processes=size), function=function if case == "launch" else None,
+        world=detect_world(os.environ), max_restarts=max_restarts,
     )
     if case == "launch":
         result = chosen.launch(function, failures)

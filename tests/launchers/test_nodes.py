@@ -11,7 +11,8 @@ from processes import Program, free_port, running
 
 PROGRAM = """
 import json, os, sys
-from fabric.launchers import Topology, choose_launcher, detect_world, join
+from fabric.launchers import Topology, detect_world, join
+from fabric.launchers.choose import choose_launcher
 
 def function(world, case):
     store = join(world, 60, print)

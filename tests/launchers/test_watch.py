@@ -5,19 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
-from fabric.launchers.process.os_process import describe_silence
 from fabric.launchers.process.stack import users_line
 from fabric.launchers.watch.activity import GRADIENTS, WORLD, Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, ask_all
-from fabric.launchers.watch.table import first_difference, have_diverged, ranks_in_words, wait_for_ended, who_waits
+from fabric.launchers.watch.table import (
+    DIVERGED,
+    GONE,
+    first_difference,
+    ranks_in_words,
+    waiting_calls,
+    who_waits,
+    why_none_goes_on,
+)
 
 
 def doing(rank: int, words: str, kind: Kind = "collective", seconds: float | None = 31.0, **more: str) -> Activity:
@@ -64,37 +70,53 @@ def test_a_rank_that_does_not_answer_is_the_one_that_is_waited_for() -> None:
     assert words.endswith("The others wait for rank 1.")
 
 
-def test_ranks_that_wait_in_different_calls_of_one_number_wait_for_ever() -> None:
+def test_ranks_that_wait_in_different_calls_are_said_to() -> None:
     words = who_waits([made(0, "barrier", is_pending=True), made(1, "broadcast of float32 (3,)", is_pending=True)])
-    assert words.endswith("Ranks made different calls, and wait for each other forever.")
+    assert words.endswith("They wait in different calls.")
+
+
+def stuck(*activities: Activity) -> str:
+    """Why none goes on if two tables in a row show this."""
+    return why_none_goes_on(activities, waiting_calls(activities))
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        made(1, "all_gather of float32 (3,)", first=2, is_pending=True),  # not there yet
-        made(1, "all_gather of float32 (3,)", group="3", is_pending=True),
         made(1, "all_reduce of float32 (2,)", is_pending=True),
+        made(1, "all_gather of float32 (3,)", group="3", is_pending=True),  # rank 0 may be outside of it
         made(1, "recv of int64 (1,)", is_pending=True),
+        doing(1, "runs Python", "python"),
+        doing(1, "does not answer", "silent"),
     ],
 )
-def test_ranks_whose_calls_may_still_meet_have_not_diverged(other: Activity) -> None:
-    assert not have_diverged([made(0, "all_reduce of float32 (2,)", is_pending=True), other])
+def test_ranks_whose_calls_may_still_meet_go_on(other: Activity) -> None:
+    assert stuck(made(0, "all_reduce of float32 (2,)", is_pending=True), other) == ""
 
 
-def test_ranks_that_diverge_in_a_call_that_is_over_have_not_diverged() -> None:
-    assert not have_diverged([made(0, "reduce"), made(1, "broadcast")])
+def test_a_rank_that_runs_python_while_its_call_goes_on_goes_on() -> None:
+    busy = Activity(**{**vars_of(waiting(1, "w1", "w2")), "where": "Python is at train.py:9 in main"})
+    assert stuck(waiting(0, "g2"), busy) == ""
 
 
-def test_ranks_that_wait_in_one_operation_on_other_tensors_have_diverged() -> None:
-    assert have_diverged(
-        [made(0, "all_reduce of float32 (6,)", is_pending=True), made(1, "all_reduce of float64 (2,)")]
+def vars_of(activity: Activity) -> dict[str, Any]:
+    return {name: getattr(activity, name) for name in Activity.__dataclass_fields__}
+
+
+def test_ranks_that_wait_in_one_operation_on_other_tensors_never_go_on() -> None:
+    reduces = (
+        made(0, "all_reduce of float32 (6,)", is_pending=True),
+        made(1, "all_reduce of float64 (2,)", is_pending=True),
     )
-    gathers = made(0, "all_gather of float32 (6,)", is_pending=True), made(1, "all_gather of float32 (2,)")
-    assert not have_diverged(gathers)  # NCCL gathers tensors of any size
+    assert stuck(*reduces) == DIVERGED
+    gathers = (
+        made(0, "all_gather of float32 (6,)", is_pending=True),
+        made(1, "all_gather of float32 (2,)", is_pending=True),
+    )
+    assert stuck(*gathers) == ""  # NCCL gathers tensors of any size
 
 
-def waiting(rank: int, *names: str, in_order: bool = True) -> Activity:
+def waiting(rank: int, *names: str) -> Activity:
     """A rank in the last of these calls, each written as group and number: `g3`."""
     calls = [
         Call(
@@ -104,7 +126,6 @@ def waiting(rank: int, *names: str, in_order: bool = True) -> Activity:
             where="",
             started_ns=0,
             pending=name == names[-1],
-            in_order=in_order,
         )
         for name in names
     ]
@@ -114,38 +135,32 @@ def waiting(rank: int, *names: str, in_order: bool = True) -> Activity:
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        ((["w1", "g1", "g2"], ["w1", "g1", "w2"]), True),
-        ((["w1", "g1", "g2"], ["w1", "g1", "g2"]), False),
-        ((["w1", "g1", "g2"], ["w1", "g1"]), False),  # late, with nothing of its own
-        ((["w1", "g1", "w2"], ["w1", "g1", "w2", "g2"]), False),  # the first has made all that the other has passed
-        ((["g1", "g2"], ["g1", "w1"]), True),  # a group that only one of them has used
-        ((["g7", "g8"], ["w1", "g1", "w2"]), False),  # the first may have made `w2` before what is recorded
-        ((["g7", "g8"], ["w1", "g7", "w2"]), True),
-        ((["a1", "b1"], ["a1", "c1"]), False),  # ranks may be outside of these groups
-        ((["a1", "b1", "b2"], ["a1", "b1", "a2"], ["a1", "b1", "b2"]), True),
+        ((["w1", "g1", "g2"], ["w1", "g1", "w2"]), DIVERGED),
+        ((["w1", "g1", "g2"], ["w1", "g1", "g2"]), ""),
+        ((["w1", "w2"], ["w1"]), DIVERGED),
+        ((["a1", "b1"], ["a1", "c1"]), ""),  # ranks may be outside of these groups
+        ((["a1", "b1", "b2"], ["a1", "b1", "a2"]), DIVERGED),  # both have made a call in each
+        ((["a1", "b2"], ["a1", "g1"], ["a1", "w2"]), DIVERGED),
     ],
 )
-def test_ranks_that_wait_in_calls_of_two_groups_have_diverged_if_neither_has_made_the_others(
-    ranks: tuple[list[str], ...], expected: bool
+def test_ranks_that_stay_in_different_calls_of_all_ranks_never_go_on(
+    ranks: tuple[list[str], ...], expected: str
 ) -> None:
-    assert have_diverged([waiting(rank, *names) for rank, names in enumerate(ranks)]) is expected
+    assert stuck(*(waiting(rank, *names) for rank, names in enumerate(ranks))) == expected
 
 
-def test_calls_of_other_threads_have_no_order() -> None:
-    assert not have_diverged([waiting(0, "w1", "g1"), waiting(1, "g0", "w0", "w2", in_order=False)])
-    assert not have_diverged([waiting(0, "w1", "g1", "g2"), waiting(1, "w1", "g1", "w2", in_order=False)])
+def test_a_rank_that_has_moved_since_the_last_table_goes_on() -> None:
+    before = waiting_calls([waiting(0, "g2"), waiting(1, "w1")])
+    now = [waiting(0, "g2"), waiting(1, "w2")]
+    assert why_none_goes_on(now, before) == why_none_goes_on(now, {}) == ""
+    assert why_none_goes_on(now, waiting_calls(now)) == DIVERGED
 
 
-def test_a_rank_that_has_ended_is_waited_for_by_a_call_of_all_ranks_alone() -> None:
-    ended = doing(2, "has ended", "ended", None)
-    late = doing(2, "runs Python", "python")
+def test_a_rank_that_is_gone_is_waited_for_by_a_call_of_all_ranks_alone() -> None:
+    gone, late = doing(2, "has ended", "gone", None), doing(2, "runs Python", "python")
     of_some, gradients = waiting(0, "w1", "a1"), waiting(0, "w1", "g1")
-    assert [wait_for_ended([one, other]) for one in (of_some, gradients) for other in (late, ended)] == [
-        False,
-        False,
-        False,
-        True,
-    ]
+    found = [stuck(one, other) for one in (of_some, gradients) for other in (late, gone)]
+    assert found == ["", "", "", GONE]
 
 
 def test_ranks_in_words() -> None:
@@ -256,12 +271,3 @@ def test_a_process_that_accepts_and_never_answers_is_silent() -> None:
     assert ask_all([place], "why", 0.2) == {1: "silent"}
     listener.close()
     assert not listener.turn(1.0)
-
-
-def test_a_stopped_process_is_distinguished_from_one_that_has_ended() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"])
-    os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-    assert "stopped by a signal" in describe_silence(child.pid)
-    child.kill()
-    child.wait()
-    assert describe_silence(child.pid) == "has ended"

@@ -226,7 +226,7 @@ def test_weights_are_rank_zeros_and_gradients_the_mean_after_accumulation_and_cl
         ),
         (
             {"strategy": "ddp", "launcher": "spawn"},
-            r"starts its processes by 'xla', but `launcher='spawn'` was written\. Leave `launcher` out\.$",
+            r"starts its processes by 'xla', but `launcher='spawn'` was written\. Choose one of the two\.$",
         ),
         ({"strategy": "single_xla", "devices": 2}, r"uses one device, but `devices=2` and `num_nodes=1` make 2"),
         ({"strategy": "xla_fsdp", "num_nodes": 2}, "`num_nodes=2`"),

@@ -39,9 +39,8 @@ class CSVLogger:
         """Append a row. Only one process may write a run.
 
         Cost: about 30 us on a local disk, opening and closing the file.
-        Raises: ValueError: a metric is named `step`. TypeError: a value is no number. FileExistsError: see `version`.
+        Raises: ValueError: a metric is named `step`. FileExistsError: `version` was given, and exists.
         """
-        _check(metrics)
         self._open().append(metrics, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -66,17 +65,18 @@ class CSVRows:
     def append(self, metrics: Mapping[str, float], step: int | None) -> None:
         """Write one row, and add columns for new metrics.
 
-        Raises: ValueError: a metric is named `step`. TypeError: a value is no number.
+        Raises: ValueError: a metric is named `step`.
         """
-        _check(metrics)
+        if "step" in metrics:
+            raise ValueError("A metric is named 'step', which is the name of the first column. Give it another name.")
         added = [name for name in metrics if name not in self._columns]
         self._columns += added
-        if self.num_rows == 0:
-            _append(self.file, _line(self._columns))
-        elif added:
+        if added and self.num_rows > 0:
             self._widen(len(added))
         cells = {"step": "" if step is None else step, **metrics}
-        _append(self.file, _line(cells.get(column, "") for column in self._columns))
+        header = _line(self._columns) if self.num_rows == 0 else ""
+        with self.file.open("a", newline="") as file:
+            file.write(header + _line(cells.get(column, "") for column in self._columns))
         self.num_rows += 1
 
     def _widen(self, num_added: int) -> None:
@@ -100,25 +100,7 @@ def write_hyperparams(directory: Path, params: Mapping[str, Any]) -> None:
     beside.replace(directory / "hyperparameters.json")
 
 
-def _check(metrics: Mapping[str, float]) -> None:
-    for name, value in metrics.items():
-        if name == "step":
-            raise ValueError("A metric is named 'step', which is the name of the first column. Give it another name.")
-        if not isinstance(value, int | float):
-            raise TypeError(
-                f"The metric {name!r} is {value!r}, a `{type(value).__name__}`. A CSV row holds numbers: "
-                "write an int or a float, or give tensors of one element to `fabric.log`."
-            )
-
-
-def _line(cells: Iterable[object]) -> bytes:
+def _line(cells: Iterable[object]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue().encode()
-
-
-def _append(file: Path, line: bytes) -> None:
-    with file.open("ab", buffering=0) as raw:
-        written = raw.write(line)
-    if written != len(line):
-        raise OSError(f"Only {written} of the {len(line)} bytes of a row could be written to {str(file)!r}: disk full?")
+    return text.getvalue()

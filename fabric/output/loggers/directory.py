@@ -11,24 +11,16 @@ def make_run_directory(root: Path, name: str, version: int | str | None) -> Path
     Raises: FileExistsError: the version was given, and exists.
     """
     above = root / name
-    if version is not None:
-        return _make(above / (f"version_{version}" if isinstance(version, int) else version))
     while True:
+        number = next_version(above) if version is None else version
+        directory = above / (f"version_{number}" if isinstance(number, int) else number)
         try:
-            return _make(above / f"version_{next_version(above)}")
+            directory.mkdir(parents=True)
         except FileExistsError:
-            continue  # another run was faster
-
-
-def _make(directory: Path) -> Path:
-    try:
-        directory.mkdir(parents=True)
-    except FileExistsError:
-        raise FileExistsError(
-            f"The directory {str(directory)!r} of this run exists, and may hold the metrics of another. "
-            "Leave `version` out for the next free number, or write one that is free."
-        ) from None
-    return directory
+            if version is not None:
+                raise
+        else:
+            return directory
 
 
 def next_version(above: Path) -> int:

@@ -19,8 +19,8 @@ from fabric.output.loggers.directory import make_run_directory
 class TensorBoardLogger:
     """Writes scalars below `root/name/version_N`. `version=None` takes the next free number.
 
-    The first metric creates the files, in the process that logs it. A pickled or forked copy in another process starts
-    a run of its own.
+    The first metric creates the files, in the process that logs it; deleting the logger closes them. A pickled or
+    forked copy in another process starts a run of its own.
     Raises: ModuleNotFoundError: tensorboard is not installed.
     """
 
@@ -28,7 +28,7 @@ class TensorBoardLogger:
         check_installed()
         self.root, self.name, self.version = Path(root), name, version
         self._writer: Any = None
-        self._process_id = 0
+        self._process_id = -1
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write each metric at `step`; without one, TensorBoard shows it at 0.
@@ -47,18 +47,11 @@ class TensorBoardLogger:
         writer.add_text("hyperparameters", f"| name | value |\n| --- | --- |\n{rows}")
         writer.flush()
 
-    def close(self) -> None:
-        """Close the event file; deleting the logger and the program's exit do so too. A later metric starts a new
-        run."""
-        if self._writer is not None:
-            _close(self._writer, self._process_id)
-        self._writer = None
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.root, self.name, self.version)
 
     def _open(self) -> Any:
-        if self._writer is None or self._process_id != os.getpid():
+        if self._process_id != os.getpid():
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(make_run_directory(self.root, self.name, self.version)))

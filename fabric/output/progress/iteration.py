@@ -1,4 +1,4 @@
-"""Iterate with a progress display: a bar on a terminal, a line every few seconds in a file or a notebook.
+"""Iterate with a progress display: a bar of rich on a terminal, a line every few seconds in a file or a notebook.
 
 The bar is drawn between two items: there is no thread, because a loader that forks its workers could copy a lock that
 the thread holds. So the bar stands still while one item takes long. Costs about a microsecond per item.
@@ -7,20 +7,22 @@ the thread holds. So the bar stands still while one item takes long. Costs about
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
 from operator import length_hint
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from torch import Tensor
 
-from fabric.output.progress.rate import ProgressRate
-
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Task
 
 T = TypeVar("T")
-Size: TypeAlias = int | Callable[[Any], int]
+
+_WINDOW_SECONDS = 30.0
+"""The window over which a rate is computed, so that a slow start (compilation, workers) is forgotten. Not measured."""
 
 
 def progress(
@@ -28,64 +30,99 @@ def progress(
     description: str = "",
     *,
     total: int | None = None,
-    size: Size | None = None,
     num_ranks: int = 1,
     enabled: bool = True,
     console: Console | None = None,
 ) -> Iterator[T]:
     """Iterate over `iterable`, and show the position, samples per second, and the time elapsed and left.
 
-    `total`: number of items, if `len(iterable)` is not known.
-    `size`: samples per item, or a function of the item; by default the first dim of its first tensor.
-    `num_ranks`: number of ranks that read items of that size at the same time.
-    `enabled=False`: returns the bare iterator, for ranks other than zero.
-    `console`: where to show it; by default rich's own, on standard output.
+    The samples of an item are the first dim of its first tensor. `total`: number of items, if `len(iterable)` is not
+    known. `num_ranks`: number of ranks that read items of that size at the same time. `enabled=False`: returns the bare
+    iterator, for ranks other than zero. `console`: where to show it; by default rich's own, on standard output.
     After a `break` or an exception the bar stays as it was, and the terminal is restored.
-    Raises: ValueError: `total` or `size` is negative.
     """
-    for name, value in (("total", total), ("size", size)):
-        if isinstance(value, int) and value < 0:
-            raise ValueError(f"`progress({name}={value})` is negative. Write a number from 0 on, or leave it out.")
     if not enabled:
         return iter(iterable)
     known = length_hint(iterable, -1) if total is None else total
-    rate = ProgressRate(total=None if known < 0 else known, num_ranks=num_ranks)
-    return _shown(iterable, description, rate, size, console)
+    return _shown(iterable, description, None if known < 0 else known, num_ranks, console)
 
 
 def _shown(
-    iterable: Iterable[T], description: str, rate: ProgressRate, size: Size | None, console: Console | None
+    iterable: Iterable[T], description: str, total: int | None, num_ranks: int, console: Console | None
 ) -> Iterator[T]:
-    from rich import get_console
-
-    from fabric.output.progress.views import view_for
-
-    size_of = _size_of(size)
-    view = view_for(description, rate, console or get_console())
-    atexit.register(view.close, rate)  # for an iterator that is still held when the program ends
+    display = _Display(description, total, num_ranks, console)
+    atexit.register(display.close)  # for an iterator that is still held when the program ends
+    due = perf_counter() + display.every_seconds
     try:
-        now = perf_counter()
-        rate.look(now)
-        due = now + view.every_seconds
         for item in iterable:
             yield item
-            rate.items += 1
-            rate.samples += size_of(item)
-            now = perf_counter()
-            if now >= due:
-                rate.look(now)
-                view.draw(rate)
-                due = now + view.every_seconds
+            display.items += 1
+            display.samples += _first_dim(item)
+            if perf_counter() >= due:
+                display.draw()
+                due = perf_counter() + display.every_seconds
     finally:
-        rate.look(perf_counter())
-        view.close(rate)
-        atexit.unregister(view.close)
+        display.close()
+        atexit.unregister(display.close)
 
 
-def _size_of(size: Size | None) -> Callable[[Any], int]:
-    if size is None:
-        return _first_dim
-    return size if callable(size) else lambda item: size
+@final
+class _Display:
+    """A bar if the console is a terminal that can move its cursor; lines in files, pipes and notebooks."""
+
+    def __init__(self, description: str, total: int | None, num_ranks: int, console: Console | None) -> None:
+        from rich import get_console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self.items = self.samples = 0
+        self._num_ranks, self._items_drawn = num_ranks, -1
+        self._console = console or get_console()
+        is_bar = self._console.file.isatty() and self._console.is_terminal and not self._console.is_dumb_terminal
+        self.every_seconds = 0.1 if is_bar else 5.0
+        self._bars = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[line]}", markup=False),
+            console=self._console,
+            auto_refresh=False,
+            speed_estimate_period=_WINDOW_SECONDS,
+            disable=not is_bar,
+        )
+        self._task = self._bars.add_task(description, total=total, line="")
+        self._bars.start()
+
+    def draw(self) -> None:
+        """Show how far it is."""
+        self._items_drawn = self.items
+        self._bars.update(self._task, completed=self.items)
+        task = self._bars.tasks[0]
+        line = _line(task, self.samples, self._num_ranks)
+        self._bars.update(self._task, line=line, refresh=True)
+        if self._bars.disable:
+            lead = f"{task.description}: " if task.description else ""
+            print(f"{lead}{line}", file=self._console.file, flush=True)
+
+    def close(self) -> None:
+        """Show it for the last time, and restore the terminal. A second call does nothing."""
+        if self._items_drawn != self.items:
+            self.draw()
+        self._bars.stop()
+
+
+def _line(task: Task, samples: int, num_ranks: int) -> str:
+    """`120/450  3,210 samples/s  0:00:12  0:00:33 left`; items per second if the batch size is not known."""
+    seconds = task.elapsed or 0.0
+    rate, unit = task.speed or (task.completed / seconds if seconds else 0.0), "it/s"
+    if samples:
+        rate, unit = rate * num_ranks * samples / task.completed, "samples/s"
+    parts = [
+        f"{task.completed}/{task.total}" if task.total is not None else f"{task.completed}",
+        f"{rate:,.0f} {unit}" if rate >= 10 else f"{rate:.2f} {unit}",
+        str(timedelta(seconds=round(seconds))),
+    ]
+    if task.time_remaining:
+        parts.append(f"{timedelta(seconds=round(task.time_remaining))} left")
+    return "  ".join(parts)
 
 
 def _first_dim(item: Any) -> int:

@@ -75,22 +75,6 @@ def test_an_incomplete_checkpoint_is_never_loaded_and_the_next_save_removes_it(t
     fabric.close()
 
 
-@pytest.mark.skipif(os.name == "nt", reason="needs `flock`")
-def test_a_checkpoint_that_another_job_is_saving_is_not_removed(tmp_path: Path) -> None:
-    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
-    root = storage_of(tmp_path)
-    other = root.inside("000001-step-7")
-    unlock = other.lock()
-    write(other, plan({"x": torch.ones(3)}, 0, "t"))
-    directory = CheckpointDirectory(tmp_path)
-    directory.save(fabric, {"x": 1})
-    assert sorted(root.folders()) == ["000001-step-7", "000002"]
-    unlock()
-    directory.save(fabric, {"x": 1})
-    assert sorted(root.folders()) == ["000002", "000003"]
-    fabric.close()
-
-
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
 def test_a_failed_save_removes_no_older_checkpoint(tmp_path: Path, blocking: bool) -> None:
     fabric = Fabric(accelerator=ACCELERATOR, devices=1)

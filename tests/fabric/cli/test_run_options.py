@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fabric.configure.options import PRECISIONS
 from fabric.configure.run_options import ProgramId, as_variable, options_in
-from fabric.strategies.precision.precision import Precision
 
 TRAIN = ProgramId(arguments=("train.py", "--lr", "3"), main="/home/train.py")
 ENVIRON = as_variable({"devices": "2"}, TRAIN)
@@ -45,11 +43,3 @@ def test_options_do_not_reach_another_program(program: ProgramId) -> None:
 def test_a_program_without_main_is_not_every_program_without_main() -> None:
     nameless = ProgramId(arguments=("-c", "1"), main=None)
     assert options_in(as_variable({"devices": "2"}, nameless), ProgramId(arguments=("-c", "2"), main=None)) == {}
-
-
-def test_the_command_line_has_all_precisions() -> None:
-    assert {Precision.parse(word).name for word in PRECISIONS} <= set(PRECISIONS)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="names no precision") as raised:
-        Precision.parse("none")  # type: ignore[arg-type]
-    for word in PRECISIONS:
-        assert repr(word) in str(raised.value)

@@ -32,11 +32,6 @@ def test_the_cpu_is_always_found() -> None:
     assert found == Found(accelerator=CPUAccelerator(), num_devices=1)
 
 
-def test_the_cores_are_those_this_process_may_use() -> None:
-    if sys.platform == "linux":
-        assert Machine.look({}, Request()).num_cores == len(os.sched_getaffinity(0))
-
-
 def test_an_accelerator_that_cannot_be_used_has_a_reason() -> None:
     for found in Machine.look({}, Request()).found:
         assert (found.why_unavailable is None) == (found.num_devices > 0)
@@ -54,18 +49,6 @@ def test_the_world_of_torchrun_is_detected_with_its_variables() -> None:
     assert (machine.world.rank, machine.world.size, machine.world.num_nodes) == (1, 4, 2)
     assert machine.world.launcher == "torchelastic"
     assert machine.variables == ("RANK=1", "WORLD_SIZE=4", "LOCAL_RANK=1", "LOCAL_WORLD_SIZE=2")
-
-
-def test_ranks_set_by_hand_are_read_if_no_launcher_is_detected() -> None:
-    by_hand = {"NODE_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
-    machine = Machine.look(by_hand, Request())
-    assert (machine.node_rank, machine.main_address, machine.main_port) == (1, "host", 29500)
-    assert Machine.look(TORCHRUN, Request()).main_address is None
-
-
-def test_an_invalid_port_raises_with_the_name_of_its_variable() -> None:
-    with pytest.raises(ValueError, match=r"`MASTER_PORT=http` is out of range. Write a whole number from 1 to 65535."):
-        Machine.look({"MASTER_PORT": "http"}, Request(num_nodes=2))
 
 
 def test_only_the_users_cluster_environment_is_asked() -> None:

@@ -26,7 +26,7 @@ def machine(cuda: int = 0, mps: int = 0, **fields: Any) -> Machine:
         found.append(Found(accelerator=TorchAccelerator(name), num_devices=number, why_unavailable=missing))
     kind = fields.pop("program", "script")
     program = Program(flags=(), kind=kind, target="train.py", arguments=())
-    return Machine(found=tuple(found), num_cores=8, program=program, **fields)
+    return Machine(found=tuple(found), program=program, **fields)
 
 
 def tpu(number: int, platform: str = "TPU") -> Machine:
@@ -69,7 +69,6 @@ class Row:
 
 
 NODE_1 = {"num_nodes": 2, "node_rank": 1, "main_address": "10.0.0.1", "main_port": 29500}
-BY_HAND = {"node_rank": 1, "main_address": "10.0.0.1", "main_port": 29500}
 
 CHOSEN = [
     # No arguments: one process on the CPU, every device elsewhere
@@ -130,19 +129,14 @@ CHOSEN = [
     Row({"launcher": "elastic"}, machine(), {"launcher": "elastic", "size": 1}),
     Row({"max_restarts": 2, "devices": 2}, started_by("elastic", 2), {"launcher": "external", "size": 2}),
     Row({"devices": 2, "launcher": "forkserver"}, machine(program="interactive"), {"launcher": "forkserver"}),
-    Row({"devices": 2, "launcher": "spawn"}, machine(system="Windows"), {"launcher": "spawn"}),
+    Row({"devices": 2, "launcher": "spawn"}, machine(), {"launcher": "spawn"}),
     Row({"devices": 2, "launcher": "spawn", "strategy": "ddp_spawn"}, machine(), {"launcher": "spawn"}),
     Row({"devices": 2}, machine(program="notebook"), {"launcher": "auto"}),
     Row({"launcher": "spawn"}, machine(), {"launcher": "inline", "size": 1}),
     # Several nodes
     Row(NODE_1, machine(), {"strategy": DDPStrategy(), "size": 2, "num_nodes": 2, "node_rank": 1, "devices": (0,)}),
     Row({**NODE_1, "devices": 3}, machine(), {"size": 6, "main_address": "10.0.0.1", "main_port": 29500}),
-    Row({"num_nodes": 2}, machine(cuda=2, **BY_HAND), {"size": 4, "node_rank": 1, "main_port": 29500}),
-    Row(NODE_1, machine(**BY_HAND), {"size": 2, "node_rank": 1}),
-    Row(
-        {"num_nodes": 2, "node_rank": 0}, machine(main_address="a", main_port=5), {"node_rank": 0, "main_address": "a"}
-    ),
-    Row({}, machine(**BY_HAND), {"size": 1, "num_nodes": 1, "node_rank": 0, "main_address": "127.0.0.1"}),
+    Row(NODE_1, machine(cuda=2), {"size": 4, "node_rank": 1, "main_port": 29500}),
     # A world in the environment is the truth
     Row({}, started_by("torchelastic", 2), {"strategy": DDPStrategy(), "size": 2, "launcher": "external"}),
     Row({}, started_by("torchelastic", 1), {"strategy": SingleDeviceStrategy(), "launcher": "external"}),
@@ -210,57 +204,43 @@ REFUSED = [
     Row({"launcher": "script"}, machine(program="notebook"), error="but this is a notebook and has no file."),
     Row({"launcher": "script"}, machine(program="command"), error="but this is `python -c` and has no"),
     Row({"launcher": "script"}, machine(program="interactive"), error="an interactive session and has no file. Write "),
-    Row({"launcher": "fork"}, machine(system="Windows"), error="`launcher='fork'` needs `os.fork`, which Windows has"),
-    Row({"launcher": "forkserver"}, machine(system="Windows"), error="Write `launcher='spawn'` or 'script'."),
-    Row(
-        {"strategy": "ddp_fork", "devices": 2},
-        machine(system="Windows"),
-        error="`launcher='fork'` needs `os.fork`, which Windows has",
-    ),
     Row(
         {"strategy": "ddp_spawn", "launcher": "fork", "devices": 2},
         error="`strategy='ddp_spawn'` starts its processes by 'spawn', but `launcher='fork'` was written.",
     ),
     Row(
         {"strategy": DDPStrategy(launcher="fork"), "launcher": "script"},
-        error="`strategy=DDPStrategy(...)` starts its processes by 'fork', but `launcher='script'` was written.",
+        error="`strategy=DDPStrategy(...)` starts its processes by 'fork', but `launcher='script'` was written. Choose "
+        "one of the two, or a strategy that leaves the launcher open, such as 'ddp'.",
     ),
     Row(
         {"strategy": DDPStrategy(timeout_seconds=60), "timeout_seconds": 30.0, "devices": 2},
         error="`timeout_seconds=30`, but `strategy=DDPStrategy(...)` has no `timeout_seconds`, or another one already.",
     ),
-    Row({"max_restarts": 2, "launcher": "fork"}, error="only 'elastic' restarts ranks. Leave one of them out."),
+    Row({"max_restarts": 2, "launcher": "fork"}, error="but `launcher='fork'`. Leave one of them out, or start each"),
     Row(
         {"max_restarts": 2},
         started_by("torchelastic", 2),
-        error="only torchelastic can restart them. Set the number of restarts there, and leave it out here.",
+        error="are for ranks that fabric starts on one node, but torchelastic started 2 processes (2 on this node; ",
     ),
-    Row(
-        {"launcher": "elastic", **NODE_1}, error="`num_nodes=2` and `launcher='elastic'`: it restarts the ranks of one"
-    ),
-    Row({"max_restarts": 2, **NODE_1}, error="Start each node with `torchrun --nnodes 2 --max-restarts N"),
+    Row({"launcher": "elastic", **NODE_1}, error="for ranks that fabric starts on one node, but `num_nodes=2`. Leave"),
+    Row({"max_restarts": 2, **NODE_1}, error="or start each node with `torchrun --nnodes N --max-restarts M"),
     Row({"strategy": "ddp_spawn", "launcher": "elastic"}, error="by 'spawn', but `launcher='elastic'` was written."),
-    Row({"strategy": "ddp_spawn", "max_restarts": 1}, error="by 'spawn', and `--max-restarts 1` by 'elastic'. Leave"),
+    Row({"strategy": "ddp_spawn", "max_restarts": 1}, error="by 'spawn', but `--max-restarts` by 'elastic'. Choose"),
     # Several nodes
-    Row({"num_nodes": 2}, error="missing: --node-rank (NODE_RANK), --main-address (MASTER_ADDR), --main-port"),
+    Row({"num_nodes": 2}, error="missing: --node-rank, --main-address, --main-port. On each node, run"),
     Row({"num_nodes": 3, "node_rank": 0}, error="`fabric run --num-nodes 3 --node-rank N --main-address HOST"),
-    Row({"num_nodes": 2}, machine(main_address="a", main_port=5), error="missing: --node-rank (NODE_RANK). On each"),
-    Row({**NODE_1, "node_rank": 2}, error="This node's rank is 2, but with `num_nodes=2` ranks of nodes are 0 to 1."),
-    Row(
-        {"num_nodes": 2}, machine(**{**BY_HAND, "node_rank": 4}), error="This node's rank is 4, but with `num_nodes=2`"
-    ),
-    Row({**NODE_1, "node_rank": 0}, machine(**BY_HAND), error="`--node-rank 0` was written, but `NODE_RANK=1` is in"),
-    Row(
-        {**NODE_1, "main_address": "b"}, machine(**BY_HAND), error="`--main-address b` was written, but `MASTER_ADDR=10"
-    ),
-    Row({"node_rank": 1}, error="`--node-rank 1` is for several nodes, but `num_nodes=1`."),
-    Row({"main_port": 5}, error="`--main-port 5` is for several nodes, but `num_nodes=1`."),
+    Row({"num_nodes": 2, "main_address": "a", "main_port": 5}, error="missing: --node-rank. On each"),
+    Row({**NODE_1, "node_rank": 2}, error="`node_rank=2` with `num_nodes=2`: nodes count from 0 to 1. Give each node"),
+    Row({"node_rank": 1}, error="`--node-rank 1` is for several nodes that fabric starts, but `num_nodes=1`. Add"),
+    Row({"main_port": 5}, error="`--main-port 5` is for several nodes that fabric starts, but `num_nodes=1`."),
     # A world in the environment is the truth
     Row(
         {"devices": 1},
         started_by("torchelastic", 2),
         error="ask for 1 process on this node, but torchelastic started 2 processes (2 on this node; read: "
-        "WORLD_SIZE=2, LOCAL_WORLD_SIZE=2). Leave `devices` out, or start 1.",
+        "WORLD_SIZE=2, LOCAL_WORLD_SIZE=2). Leave `devices` out, write a strategy for several processes, such as "
+        "'ddp', or start 1.",
     ),
     Row(
         {"devices": 3},
@@ -280,7 +260,7 @@ REFUSED = [
     Row(
         {"strategy": "single_device"},
         started_by("torchelastic", 2),
-        error="`strategy='single_device'` runs 1 process on each node, but torchelastic",
+        error="`strategy='single_device'` ask for 1 process on this node, but torchelastic",
     ),
     Row(
         {"strategy": "single_device"}, started_by("slurm", 2, num_nodes=2), error="`strategy='single_device'` uses one"
@@ -288,7 +268,7 @@ REFUSED = [
     Row(
         {"strategy": "dp"},
         started_by("torchelastic", 2, cuda=4),
-        error="Start 1, or write a strategy for several processes",
+        error="write a strategy for several processes, such as 'ddp', or start 1.",
     ),
     Row(
         {"launcher": "spawn"},
@@ -310,7 +290,7 @@ REFUSED = [
     Row(
         {"node_rank": 0},
         started_by("slurm", 2),
-        error="`--node-rank 0` sets the rank or address of a node, but slurm started 2",
+        error="`--node-rank 0` is for several nodes that fabric starts, but slurm started 2",
     ),
     Row(
         {},
@@ -350,7 +330,7 @@ def test_supported_requests_resolve_to_their_configuration(row: Row) -> None:
         "precision": chosen.precision,
         "launcher": chosen.launcher,
         "max_restarts": chosen.max_restarts,
-        "num_nodes": chosen.num_nodes,
+        "num_nodes": chosen.topology.num_nodes,
         "size": chosen.topology.size,
         "node_rank": chosen.topology.node_rank,
         "main_address": chosen.topology.main_address,

@@ -119,7 +119,7 @@ def test_a_window_that_is_left_by_break_cannot_be_stepped_and_is_discarded_by_ze
             if number == 0:
                 break
         if number == 0:
-            with pytest.raises(RuntimeError, match=r"after 1 of its micro-batches.*discard its gradients"):
+            with pytest.raises(RuntimeError, match=r"before the last micro-batch of a window.*discard the gradients"):
                 optimizer.step()
             assert torch.equal(model.weight, before)
             optimizer.zero_grad()
@@ -145,13 +145,11 @@ def test_a_step_after_a_last_micro_batch_without_backward_raises() -> None:
     for number, batch in enumerate(window):
         if number < 2:
             fabric.backward(model(batch).sum())
-    with pytest.raises(RuntimeError, match=r"whose last micro-batch ran no backward.*0 \* loss"):
+    with pytest.raises(RuntimeError, match=r"did not synchronise gradients.*0 \* loss"):
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("number", "reported"), [(0, "accumulate\\(loader, 0\\)"), (True, "accumulate\\(loader, True\\)"), (2.0, "2.0")]
-)
+@pytest.mark.parametrize(("number", "reported"), [(0, "accumulate\\(loader, 0\\)"), (2.0, "2.0")])
 def test_a_window_needs_a_positive_number_of_micro_batches(number: Any, reported: str) -> None:
     fabric, _, _ = alone()
     with pytest.raises(ValueError, match=reported):
@@ -165,7 +163,7 @@ def test_accumulate_before_setup_raises() -> None:
 
 def test_a_weight_is_a_finite_number_of_zero_or_more() -> None:
     fabric, model, _ = alone()
-    for weight, error in ((-1, ValueError), (float("nan"), ValueError), ("8", TypeError), (torch.ones(2), ValueError)):
+    for weight, error in ((-1, ValueError), (float("nan"), ValueError), (torch.ones(2), ValueError)):
         with pytest.raises(error, match=r"weight"):
             fabric.backward(model(SAMPLES[0]).sum(), weight=weight)  # type: ignore[arg-type]
 
@@ -346,9 +344,6 @@ def count_messages(world: World, weighted: bool) -> list[tuple[int, int]]:
         return given(*args, **kwargs)
 
     torch.distributed.all_reduce = counted
-    gradients: Any = fabric.collective.for_gradients()
-    add = gradients.start_add_numbers
-    gradients.start_add_numbers = lambda numbers: (others.append(len(numbers)), add(numbers))[1]
     found = []
     try:
         for window in fabric.accumulate(SAMPLES[:10], 4):

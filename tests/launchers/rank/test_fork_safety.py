@@ -17,7 +17,7 @@ def compute():
     ((x @ x) + torch.randn(800, 800)).sum().backward()
     torch.randn(4_000_000).add_(1).sum()
 
-from fabric.launchers import fork_is_safe
+from fabric.launchers.rank.fork_safety import fork_is_safe
 {before}
 reason = fork_is_safe()
 if reason is not None:
@@ -75,7 +75,7 @@ def test_an_unsafe_fork_is_recognised_with_its_reason(before: str, words: str) -
 
 JOINED = """
 import threading
-from fabric.launchers import fork_is_safe
+from fabric.launchers.rank.fork_safety import fork_is_safe
 for _ in range(2000):
     thread = threading.Thread(target=lambda: None)
     thread.start()
@@ -95,7 +95,7 @@ def test_a_thread_that_was_joined_is_gone() -> None:
 
 AFTER_A_FORK = """
 import os, numpy, torch
-from fabric.launchers import fork_is_safe
+from fabric.launchers.rank.fork_safety import fork_is_safe
 assert fork_is_safe() is None, fork_is_safe()
 pid = os.fork()
 if pid == 0:

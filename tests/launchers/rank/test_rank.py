@@ -8,7 +8,6 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,8 @@ import torch
 from processes import run
 from worlds import run_world
 
-from fabric.launchers import Topology, World, choose_launcher, detect_world, join
+from fabric.launchers import Topology, World, detect_world, join
+from fabric.launchers.choose import choose_launcher
 from fabric.launchers.processes import forkserver
 
 
@@ -80,16 +80,6 @@ def test_a_rank_writes_to_the_current_stdout_of_the_launching_process(capfd: pyt
     assert capfd.readouterr().out == "from a rank\n" * 2
 
 
-def ask_for_another_world(world: World, word: str) -> Any:
-    inner = choose_launcher(word, Topology(num_processes=3), function=None, world=detect_world(os.environ))
-    return inner.enter()
-
-
-def test_a_rank_that_asks_for_another_world_size_raises_with_its_own() -> None:
-    with pytest.raises(Exception, match=r"3 ranks were asked for, but this process is rank \d of 2 already"):
-        run_world(2, ask_for_another_world, "auto")
-
-
 def enter_again(world: World) -> bool:
     inner = choose_launcher("auto", Topology(num_processes=2), function=None, world=detect_world(os.environ))
     return inner.enter() == world
@@ -150,7 +140,8 @@ def test_ranks_of_one_node_communicate_over_loopback_by_default(monkeypatch: pyt
 
 USERS_OWN = """
 import atexit, sys
-from fabric.launchers import Topology, choose_launcher, detect_world
+from fabric.launchers import Topology, detect_world
+from fabric.launchers.choose import choose_launcher
 import os
 def hook(kind, error, trace):
     sys.stdout.write("user's hook\\n")

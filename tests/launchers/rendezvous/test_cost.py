@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
-from fabric.launchers.rendezvous.join import Patience, _await_everyone
+from fabric.launchers.rendezvous.join import Patience, call_roll
 from fabric.launchers.world import Rendezvous, World
 
 
@@ -38,7 +37,7 @@ def meet(size: int) -> Counter[str]:
 
     def arrive(rank: int) -> None:
         world = World(rank=rank, size=size, local_rank=rank, local_size=size, rendezvous=at)
-        _await_everyone(store, world, Patience(world, time.monotonic() + 60, 60, print))
+        call_roll(store, world, Patience(world, 60, print))
 
     ranks = [threading.Thread(target=arrive, args=(rank,)) for rank in range(size)]
     for rank in ranks:
@@ -50,18 +49,18 @@ def meet(size: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
-def test_a_rendezvous_costs_three_requests_per_rank_and_the_polling_of_one(size: int) -> None:
+def test_a_rendezvous_costs_six_requests_per_rank_and_the_polling_of_few(size: int) -> None:
     requests = meet(size)
     looks = requests.pop("check")
-    assert requests == {"set": size + 1, "add": size, "wait": size}
-    assert looks >= 1
+    assert requests.pop("multi_get") >= 1
+    assert requests == {"add": size, "set": 3 * size - 1, "wait": size - 1, "get": size - 1}
+    assert looks >= size
 
 
-def test_only_one_rank_polls_at_growing_intervals() -> None:
+def test_rank_zero_polls_at_growing_intervals() -> None:
     store: Any = Counted()
     world = World(rank=0, size=2, local_size=2, rendezvous=Rendezvous(address="127.0.0.1", port=1, hosted=True))
-    patience = Patience(world, time.monotonic() + 0.5, 0.5, print)
     with pytest.raises(TimeoutError, match=r"waited 0\.5 s for rank 1, which did not arrive"):
-        _await_everyone(store, world, patience)
+        call_roll(store, world, Patience(world, 0.5, print))
     assert store.requests["check"] < 100
     assert store.requests["wait"] == 0

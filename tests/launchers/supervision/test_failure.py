@@ -80,13 +80,13 @@ def test_the_message_ends_with_the_users_own_frames() -> None:
     assert "in break_down" in str(caught.value)
 
 
-def test_a_segfault_is_named_and_shows_the_users_line() -> None:
+def test_a_segfault_is_named_and_the_users_line_is_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
-        WorkerError, match=r"rank 1 of 2 failed first: killed by SIGSEGV \(segmentation fault\)"
+        WorkerError, match=r"rank 1 of 2 failed first: killed by SIGSEGV \(segmentation fault"
     ) as caught:
         run_world(2, break_one_rank, "segfault")
     assert (caught.value.rank, caught.value.signal, caught.value.exit_code) == (1, signal.SIGSEGV, None)
-    assert "in break_down" in str(caught.value)
+    assert "in break_down" in capfd.readouterr().err
 
 
 def test_a_rank_killed_from_outside_is_named_with_what_may_have_done_it() -> None:
@@ -217,7 +217,7 @@ def test_other_ranks_get_one_line_each_and_the_cause_comes_last() -> None:
 
 
 def left(rank: int, at_ms: float) -> Failure:
-    return departure(rank, int(at_ms * 1e6), 0, "", with_result=False)
+    return departure(rank, int(at_ms * 1e6), "left with exit code 0")
 
 
 def test_a_rank_that_left_is_the_cause_if_a_collective_lost_its_peer() -> None:
@@ -230,10 +230,19 @@ def test_a_rank_that_left_is_the_cause_if_a_collective_lost_its_peer() -> None:
     assert first([noticed], [left(2, -60_000), left(1, 8), left(3, 12)]).rank == 1
 
 
-def test_a_rank_that_left_is_not_the_cause_of_an_error_of_another_connection() -> None:
-    upload = failure_of(0, 7, lost_peer=True, trace="requests/adapters.py: Connection refused")
-    assert first([upload], [left(1, 3)]) is upload
+def test_a_rank_that_left_is_not_the_cause_of_another_error() -> None:
     assert first([failure_of(0, 7)], [left(1, 3)]).rank == 0
+
+
+def lose_another_connection(world: World) -> None:
+    if world.rank == 1:
+        raise ConnectionRefusedError("Connection refused: an upload")
+
+
+def test_a_rank_that_loses_the_connection_to_another_service_is_named() -> None:
+    with pytest.raises(WorkerError, match="rank 1 of 2 failed first: ConnectionRefusedError") as caught:
+        run_world(2, lose_another_connection)
+    assert caught.value.rank == 1
 
 
 LEFT = """
@@ -298,7 +307,8 @@ def test_a_rank_that_leaves_with_code_0_in_mid_training_is_named(
 SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist
-from fabric.launchers import Topology, choose_launcher, detect_world, join
+from fabric.launchers import Topology, detect_world, join
+from fabric.launchers.choose import choose_launcher
 word, how = sys.argv[1:]
 world = choose_launcher(word, Topology(num_processes=2), function=None, world=detect_world(os.environ)).enter()
 dist.init_process_group("gloo", store=join(world, 60, print), rank=world.rank, world_size=world.size)
@@ -348,44 +358,6 @@ def test_the_exit_code_of_a_rank_is_that_of_the_script(tmp_path: Path) -> None:
     done = run([tmp_path / "script.py", "script", "3"])
     assert done.returncode == 3, done.stderr
     assert "rank 1 of 2 failed first: left with exit code 3" in done.stderr
-
-
-CALLED = """
-import os, sys
-from fabric import Fabric, WorkerError
-
-def fail(fabric, how):
-    if fabric.global_rank == 1:
-        if how == "exit":
-            sys.exit(3)
-        if how == "kill":
-            os.kill(os.getpid(), 9)
-        raise KeyError("boom")
-
-if __name__ == "__main__":
-    word, how = sys.argv[1:]
-    fabric = Fabric(accelerator="cpu", devices=2, launcher=word)
-    try:
-        fabric.launch(fail, how)
-    except WorkerError as error:
-        again = error
-    fabric.launch(fail, how)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("word", "how", "code"), [("fork", "exit", 3), ("forkserver", "kill", 137), ("fork", "raise", 1)]
-)
-def test_an_uncaught_worker_error_ends_the_program_with_the_exit_code_of_the_rank(
-    tmp_path: Path, word: str, how: str, code: int
-) -> None:
-    (tmp_path / "script.py").write_text(CALLED)
-    done = run([tmp_path / "script.py", word, how])
-    assert done.returncode == code, done.stderr
-    assert done.stderr.count("rank 1 of 2 failed first") == 1
-    assert done.stderr.count("Traceback") == (how != "kill")
-    assert "launchers/" not in done.stderr
 
 
 WORKERS = """
@@ -469,12 +441,7 @@ def abort_in_a_thread(world: World) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_an_abort_in_a_library_s_thread_shows_where_the_main_thread_was() -> None:
-    with pytest.raises(
-        WorkerError, match=r"rank 1 of 2 failed first: killed by SIGABRT \(it aborted itself\)"
-    ) as caught:
+def test_an_abort_in_a_library_s_thread_shows_where_the_main_thread_was(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 failed first: killed by SIGABRT \(it aborted itself; .* gloo"):
         run_world(2, abort_in_a_thread)
-    text = str(caught.value)
-    assert "It came from a thread that runs no Python: one of gloo, NCCL, OpenMP or another library, which" in text
-    assert "in abort_in_a_thread\n" in text
-    assert "Extension modules" not in text
+    assert "in abort_in_a_thread\n" in capfd.readouterr().err

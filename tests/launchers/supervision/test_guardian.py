@@ -13,7 +13,8 @@ PROGRAM = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader
-from fabric.launchers import Topology, choose_launcher, detect_world, join
+from fabric.launchers import Topology, detect_world, join
+from fabric.launchers.choose import choose_launcher
 
 def body(world, doing):
     dist.init_process_group("gloo", store=join(world, 60, print), rank=world.rank, world_size=world.size)

@@ -10,7 +10,8 @@ from processes import running
 
 PROGRAM = """
 import os, signal, sys, threading
-from fabric.launchers import Topology, choose_launcher, detect_world
+from fabric.launchers import Topology, detect_world
+from fabric.launchers.choose import choose_launcher
 
 def wait_and_save(world, number):
     arrived = []

@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from fabric.launchers.launcher import Topology
-from fabric.launchers.process.reports import fatal_stack
 from fabric.launchers.processes import Processes, forkserver
 from fabric.launchers.rank.task import CallFunction
 from fabric.launchers.supervision.guardian import Guardian
@@ -67,16 +66,3 @@ def test_a_guardian_that_was_killed_does_not_replace_what_is_reported() -> None:
     guardian.watch(os.getpid())
     guardian.forget(os.getpid())
     guardian.close()
-
-
-def test_the_stacks_of_a_dying_process_are_shown_without_the_list_of_loaded_modules() -> None:
-    stacks = "\n".join([
-        "Fatal Python error: Segmentation fault",
-        "",
-        "Current thread 0x00007f01 (most recent call first):",
-        '  File "/somewhere/theirs.py", line 7 in inner',
-    ])  # fmt: skip
-    cut_short = b"\0a report that the signal cut short"
-    assert fatal_stack(bytearray(cut_short)) == ""
-    received = bytearray(cut_short + f"{stacks}\n\nExtension modules: torch._C (total: 1)\n".encode())
-    assert fatal_stack(received) == stacks

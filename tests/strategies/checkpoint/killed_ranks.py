@@ -26,9 +26,9 @@ from fabric.strategies.checkpoint.storage import Buffer, Folder, Storage
 from fabric.strategies.checkpoint.tensor_shards import replicated
 from fabric.strategies.collectives.store import StoreCollective
 
-NUM_ELEMENTS = 600_000
-FULL_BYTES = 2 * NUM_ELEMENTS
-"""What each of two ranks writes, of NUM_ELEMENTS floats."""
+NUM_ELEMENTS = 300_000
+FULL_BYTES = 4 * NUM_ELEMENTS
+"""What each of two ranks writes: a tensor of NUM_ELEMENTS floats."""
 
 
 def kill_all() -> None:
@@ -71,7 +71,8 @@ class Fatal:
 def save_as(rank: int, step: int, store: Path, storage: Storage, *, blocking: bool) -> None:
     """One save of the pair."""
     collective = StoreCollective(FileStore(str(store), 2), rank, 2)
-    state = {"x": replicated(torch.full((NUM_ELEMENTS,), float(step)), (0, 1)), "step": step}
+    tensors = [replicated(torch.full((NUM_ELEMENTS,), float(step)), (0, 1)) for _ in range(2)]
+    state = {"tensors": tensors, "step": step}
     if blocking:
         save(collective, storage, state)
         return
@@ -130,7 +131,7 @@ def main(folder: Path, num_kills: int, seed: int) -> None:
             "moment": moment,
             "signals": signals,
             "found": content["step"],
-            "whole": bool(content["x"].eq(content["step"]).all()),
+            "whole": all(bool(each.eq(content["step"]).all()) for each in content["tensors"]),
             "num_bytes": num_bytes,
             "full_bytes": FULL_BYTES,
             "written": next((size for name, size in new.items() if name.endswith(f".{killer}.bin")), None),

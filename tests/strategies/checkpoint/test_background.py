@@ -76,7 +76,7 @@ class Gated:
 def save_with_a_slow_rank(collective: ThreadCollective, folder: str, gate: threading.Event) -> None:
     saves, opened = BackgroundSaves(collective), threading.Event()
     opened.set()
-    state = {"x": replicated(torch.arange(10), (0, 1)), "rank": collective.rank}
+    state = {name: replicated(torch.arange(10), (0, 1)) for name in ("x", "y")} | {"rank": collective.rank}
     after: list[bool] = []
     storage = Gated(folder, gate if collective.rank == 1 else opened)
     pending = saves.start(storage, state, lambda: after.append((Path(folder) / NAME).exists()))
@@ -150,9 +150,11 @@ def test_ctrl_c_while_the_fabric_is_closed_is_raised_once_the_save_is_complete(t
 def save_with_a_failing_rank(collective: ThreadCollective, folder: str) -> str:
     saves, opened = BackgroundSaves(collective), threading.Event()
     opened.set()
-    state = {"x": replicated(torch.arange(10), range(3))}
-    saves.start(Gated(folder, opened), state).wait()
-    saves.start(Gated(folder, opened if collective.rank != 1 else None), {"x": replicated(torch.ones(10), range(3))})
+    old, new = (
+        {name: replicated(each.clone(), range(3)) for name in "xyz"} for each in (torch.arange(10), torch.ones(10))
+    )
+    saves.start(Gated(folder, opened), old).wait()
+    saves.start(Gated(folder, opened if collective.rank != 1 else None), new)
     with pytest.raises(CheckpointError) as raised:
         saves.finish()
     assert raised.value.rank == 1
@@ -212,7 +214,7 @@ def test_a_failed_save_that_nobody_waited_for_is_reported_at_exit_with_a_nonzero
 
 def forget(fabric: Fabric, folder: str) -> str:
     fabric.save(f"{folder}/saved", {"x": torch.ones(10)}, blocking=False)
-    model = fabric.setup(nn.Linear(300, 300))
+    model = fabric.setup(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)))
     if fabric.global_rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,10 @@ def test_unaligned_tensors_in_a_file_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "sentence"),
     [
-        (b"no json", "is damaged, or is not a safetensors file"),
-        (b'{"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}', r"'x' is torch.float32 of shape \(4,\)"),
-        (b'{"x": {"dtype": "F32", "shape": [4], "data_offsets": [-8, 8]}}', "its bytes are"),
-        (b'{"x": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}', "its bytes are"),
-        (b'{"x": {"dtype": "Q4", "shape": [2], "data_offsets": [0, 8]}}', "unknown dtype 'Q4'"),
-        (b'{"x": 3}', "is damaged, or is not a safetensors file"),
+        (b"no json", "invalid JSON in header"),
+        (b'{"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}', "invalid shape, data type, or offset"),
+        (b'{"x": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}', "file not fully covered"),
+        (b'{"x": {"dtype": "Q4", "shape": [2], "data_offsets": [0, 8]}}', "unknown variant `Q4`"),
     ],
 )
 def test_a_header_that_does_not_match_its_file_raises(tmp_path: Path, header: bytes, sentence: str) -> None:
@@ -92,16 +91,29 @@ def test_a_header_that_does_not_match_its_file_raises(tmp_path: Path, header: by
     with pytest.raises(CheckpointError, match=sentence):
         fabric.load(path)
     path.write_bytes((2**60).to_bytes(8, "little"))
-    with pytest.raises(CheckpointError, match="is damaged, or is not a safetensors file"):
+    with pytest.raises(CheckpointError, match="header too large"):
         fabric.load(path)
     fabric.close()
 
 
+def test_a_safetensors_file_raises_with_what_to_install_where_the_library_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "a.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
+    with pytest.raises(CheckpointError, match=r"Run `pip install 'torchfabric\[safetensors\]'`"):
+        fabric.load(tmp_path / "a.safetensors")
+    fabric.close()
+
+
 def test_an_index_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
-    index = tmp_path / "model.safetensors.index.json"
+    safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "secret.safetensors")
+    (tmp_path / "run").mkdir()
+    index = tmp_path / "run" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))
     fabric = Fabric(accelerator=ACCELERATOR, devices=1)
-    with pytest.raises(CheckpointError, match=r"names a file outside its folder: '../secret.safetensors'"):
+    with pytest.raises(CheckpointError, match=r"No such file or directory: .*run/secret\.safetensors"):
         fabric.load(index)
     fabric.close()
 
@@ -126,47 +138,21 @@ def test_an_index_of_torch_save_shards_is_read_and_raises_if_tensors_are_missing
     fabric.load_raw(index, new)
     torch.testing.assert_close(new.state_dict(), old.state_dict(), rtol=0, atol=0)
     index.write_text(json.dumps({"weight_map": chosen | {"weight": chosen["bias"]}}))
-    with pytest.raises(CheckpointError, match="names tensors that are missing in `pytorch_model-00002"):
-        fabric.load_raw(index, new)
-    index.write_text(json.dumps({"weight_map": {"weight": "../elsewhere.bin"}}))
-    with pytest.raises(CheckpointError, match="names a file outside its folder"):
+    with pytest.raises(CheckpointError, match="names tensors that its files do not have: 'weight'"):
         fabric.load_raw(index, new)
     fabric.close()
 
 
-def test_the_error_of_a_file_with_other_names_says_what_to_write(tmp_path: Path) -> None:
+def test_the_error_of_a_file_with_other_names_shows_them_and_says_what_to_write(tmp_path: Path) -> None:
     source, path = nn.Linear(2, 3), tmp_path / "file"
-    own = source.state_dict()
-    prefixed = {f"module.{name}": tensor for name, tensor in own.items()}
-    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
-
-    def words(content: Any, module: nn.Module | None = None, **state: Any) -> str:
-        torch.save(content, path)
-        with pytest.raises(CheckpointError) as raised:
-            fabric.load(path, state) if state else fabric.load_raw(path, module or nn.Linear(2, 3))
-        return str(raised.value)
-
-    found = words({"state_dict": own, "epoch": 1})
-    assert "has the names of the module after ''. Before `fabric.setup`, write `module.load_state_dict(" in found
-    assert "in fabric.load(path)['state_dict'].items()" in found
-    found = words(prefixed)
-    assert "name.removeprefix('module.'): tensor for name, tensor in fabric.load(path).items()" in found
-    found = words({"state_dict": prefixed})  # as Lightning saves
-    assert "in fabric.load(path)['state_dict'].items()" in found
-    found = words({"net": own}, model=nn.Linear(2, 3))
-    assert "in fabric.load(path)['net'].items()" in found
-    found = words(own, model=nn.Linear(2, 3))
-    assert "in fabric.load(path).items()" in found
-    found = words({"other": own, "model": own}, model=nn.Linear(2, 4))
-    assert "removeprefix" not in found
-    found = words({"model": prefixed}, model=nn.Linear(2, 3))
-    assert "in fabric.load(path)['model'].items()" in found
+    torch.save({f"module.{name}": tensor for name, tensor in source.state_dict().items()}, path)
     target = nn.Linear(2, 3)
-    target.load_state_dict(
-        {name.removeprefix("module."): tensor for name, tensor in fabric.load(path)["model"].items()}
-    )
-    assert torch.equal(target.weight, source.weight)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
+    with pytest.raises(CheckpointError, match=r"Linear: module\.weight .*(\n.*)*name\.removeprefix\('module\.'\)"):
+        fabric.load_raw(path, target)
+    target.load_state_dict({name.removeprefix("module."): tensor for name, tensor in fabric.load(path).items()})
     fabric.close()
+    assert torch.equal(target.weight, source.weight)
 
 
 def test_the_error_of_a_folder_without_a_checkpoint_says_what_is_in_it(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_a_saved_state_is_loaded_again(tmp_path: Path) -> None:
     save(alone(), tmp_path / "new" / "file.ckpt", state_of(state))
     other = nn.Linear(2, 2)
     target: dict[str, Any] = {"model": other, "step": 0}
-    rest = restore(target, load(alone(), tmp_path / "new" / "file.ckpt", "torch"), strict=True)
+    rest = restore(target, load(alone(), tmp_path / "new" / "file.ckpt"), strict=True)
     torch.testing.assert_close(other.state_dict(), model.state_dict())
     assert target["step"] == 3
     assert set(rest) == {"optimizer", "deep"}
@@ -50,10 +50,10 @@ def test_a_saved_state_is_loaded_again(tmp_path: Path) -> None:
 def test_a_compiled_module_is_saved_under_the_names_of_the_module_itself(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(alone(), tmp_path / "file", state_of({"model": torch.compile(model, backend="eager")}))
-    assert list(load(alone(), tmp_path / "file", "torch")["model"]) == ["weight", "bias"]
+    assert list(load(alone(), tmp_path / "file")["model"]) == ["weight", "bias"]
     restore(
         {"model": torch.compile(nn.Linear(2, 2), backend="eager")},
-        load(alone(), tmp_path / "file", "torch"),
+        load(alone(), tmp_path / "file"),
         strict=True,
     )
 
@@ -83,7 +83,7 @@ def test_loading_runs_no_code_from_the_file(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     torch.save({"evil": _Evil(str(marker))}, tmp_path / "file")
     with pytest.raises(CheckpointError, match="Rank 0 could not read the checkpoint"):
-        load(alone(), tmp_path / "file", "torch")
+        load(alone(), tmp_path / "file")
     assert not marker.exists()
 
 
@@ -115,7 +115,7 @@ def save_badly(world: World, folder: str) -> tuple[str, bool, list[str]]:
     try:
         save(collective, path, {"value": torch.ones(100_000)})
     except CheckpointError as error:
-        intact = bool(load(collective, path, "torch")["value"].eq(torch.ones(10)).all())
+        intact = bool(load(collective, path)["value"].eq(torch.ones(10)).all())
         collective.teardown()
         return str(error), intact, sorted(os.listdir(folder))
     raise AssertionError("a save onto a full disk returned")
@@ -156,6 +156,6 @@ def test_killing_a_process_during_a_save_leaves_a_complete_file(tmp_path: Path) 
         victim.kill()
         victim.wait()
         victim.stdout.close()
-        content = load(alone(), path, "torch")
+        content = load(alone(), path)
         assert torch.equal(content["a"], content["b"])
         assert bool(content["a"].eq(content["a"][0]).all())

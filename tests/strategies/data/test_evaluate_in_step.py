@@ -66,13 +66,11 @@ def loaders(fabric: Fabric, rank: int, uneven: Any) -> dict[str, Any]:
     options: Any = {"use": "validate", "uneven": uneven}
     batched: Any = DataLoader(samples, 1)  # type: ignore[arg-type]
     with_workers: Any = DataLoader(Parts(), 4, num_workers=1)
-    dispatched: Any = DataLoader(Stream(), 4)
     return {
         "samples": fabric.setup_dataloaders(batched, **options),
         "stream": fabric.setup_dataloaders(DataLoader(Parts(), 4), **options),
         "stream by workers": fabric.setup_dataloaders(with_workers, **options),
         "batches": fabric.setup_dataloaders(batches, **options),
-        "dispatched": fabric.setup_dataloaders(dispatched, dispatch=True, **options),
     }
 
 

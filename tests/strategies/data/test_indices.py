@@ -533,20 +533,6 @@ def test_a_stateful_loader_resumes_in_the_order_of_the_interrupted_epoch() -> No
     assert read(resumed) == read(loaders)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_prepared_loader_has_a_state_unless_its_batches_come_in_any_order(count: int) -> None:
-    (loader, *_) = share_out(lambda _: DataLoader(Numbers(6), 2), count)
-    assert hasattr(loader, "state_dict")
-    assert hasattr(loader, "load_state_dict")
-    (loader, *_) = share_out(lambda _: DataLoader(Numbers(6), 2, num_workers=1, in_order=False), count)
-    assert not hasattr(loader, "state_dict")
-    assert not hasattr(loader, "load_state_dict")
-    with pytest.raises(
-        AttributeError, match="`state_dict` of a prepared `DataLoader`: with `in_order=False` it has no"
-    ):
-        loader.state_dict()
-
-
 def test_a_batch_is_what_the_loader_made() -> None:
     (loader,) = share_out(lambda _: [{"x": torch.ones(2)}], 1)
     (batch,) = loader

@@ -136,18 +136,6 @@ def test_a_look_at_one_batch_of_a_resumed_loader_does_not_move_it(name: str) -> 
     assert first(again, 9) == rest
 
 
-@pytest.mark.parametrize("name", ["plain", "stateful"])
-def test_a_zip_that_ends_at_once_leaves_the_epochs_of_its_other_loaders(name: str) -> None:
-    loader, numbers = prepared(name)
-    seen = []
-    for _ in zip(range(3), loader, strict=False):
-        numbers.num_backwards += 1
-        seen.append(loader.state_dict())
-    resumed, _ = prepared(name, seen[-1])
-    assert list(zip([], resumed, strict=False)) == []
-    assert first(resumed, 10) == first(loader, 10)
-
-
 def windows(loader: Any, numbers: LoopProgress) -> Iterator[list[Any]]:
     return Accumulation().windows(loader, 4, (), nullcontext, numbers.ahead)  # type: ignore[arg-type,return-value]
 
@@ -169,16 +157,6 @@ def test_in_the_last_window_of_an_epoch_the_loop_is_within_it(name: str) -> None
     again = [batch for window in windows(resumed, numbers) for batch in window]
     assert len(again) == 10
     assert str(again) == str(following)
-
-
-def test_nodes_that_were_saved_after_the_last_batch_end_at_once() -> None:
-    loader, _ = prepared("nodes")
-    whole = [(batch, loader.state_dict()) for batch in loader]
-    resumed, _ = prepared("nodes", whole[-1][1])
-    assert list(resumed) == []
-    assert list(resumed) == list(loader)
-    assert next(iter(resumed)) == [200, 201]
-    assert resumed.state_dict()["loader"]["num_yielded"] == 1
 
 
 def test_a_stateful_loader_of_a_shared_stream_can_be_resumed_twice_in_an_epoch() -> None:

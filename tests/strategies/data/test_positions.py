@@ -185,15 +185,13 @@ def test_what_is_skipped_is_not_loaded(size: int) -> None:
     assert [len(of_rank) for of_rank in batches] == [40 // (4 * size) - 3] * size
 
 
-def test_a_stream_that_cannot_skip_is_read_again_with_one_warning() -> None:
-    _, (state,) = stopped(share_out(lambda _: DataLoader(Stream(40), 4), 1), 7)
-    reported: list[str] = []
-    (loader,) = share_out(lambda _: DataLoader(Stream(40), 4), 1, reported=reported)
-    for _ in range(2):
-        loader.load_state_dict(state)
-        assert len(list(loader)) == 3
-    assert len(reported) == 1
-    assert "The `DataLoader` cannot skip what was read before the checkpoint, so it is read again" in reported[0]
+@pytest.mark.slow
+def test_batches_in_any_order_have_a_position_at_the_start_of_their_epoch() -> None:
+    def make(_: int = 0) -> Any:
+        return DataLoader(Numbers(12), 2, num_workers=1, in_order=False)
+
+    _, states = stopped(share_out(make, 2), 2)
+    assert [len(share) for share in read(resumed(make, 2, states))] == [3, 3]
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def agree_over_threads(lengths: list[int], uneven: Uneven, *, ahead: bool, epoch
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("uneven", ["stop", "error", "repeat"])
+@pytest.mark.parametrize("uneven", ["stop", "repeat"])
 def test_ranks_with_the_same_number_of_batches_read_them_all_without_a_warning(uneven: Uneven, ahead: bool) -> None:
     for length in (0, 1, 4, 60):
         found = agree_over_threads([length] * 3, uneven, ahead=ahead, epochs=2)
@@ -95,12 +95,6 @@ def test_ranks_that_have_ended_repeat_their_last_batch_until_all_have_read_every
     )
     for words, _ in agree_over_threads([0, 2], "repeat", ahead=ahead):
         assert "has no batch for rank 0, and nothing to repeat there. Give every rank some data." in words
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_different_numbers_of_batches_raise_on_every_rank_where_that_is_asked_for(ahead: bool) -> None:
-    for words, _ in agree_over_threads([3, 2, 3], "error", ahead=ahead):
-        assert 'different numbers of batches: rank 1 had 2, and ranks 0, 2 more, which `uneven="error"` f' in words
 
 
 def test_what_a_loop_may_change_is_not_read_ahead() -> None:
@@ -258,13 +252,11 @@ def test_a_rank_that_raises_within_the_loop_ends_the_others_with_its_error() -> 
 def test_arguments_that_exclude_each_other_are_refused() -> None:
     fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     loader = DataLoader(Own(3), 1)
-    with pytest.raises(
-        ValueError, match=r"`setup_dataloaders\(uneven='pad'\)`: write one of 'stop', 'error', 'repeat'"
-    ):
+    with pytest.raises(ValueError, match=r"`setup_dataloaders\(uneven='pad'\)`: write one of 'stop', 'repeat'"):
         fabric.setup_dataloaders(loader, uneven="pad")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"uneven='stop', use='test'\)`: every rank evaluates all of its batches"):
         fabric.setup_dataloaders(loader, uneven="stop", use="test")
-    assert [float(batch) for batch in fabric.setup_dataloaders(loader, uneven="error")] == [0, 1, 2]
+    assert [float(batch) for batch in fabric.setup_dataloaders(loader, uneven="repeat")] == [0, 1, 2]
 
 
 def test_different_known_lengths_raise_with_the_argument_to_pass() -> None:

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -73,45 +72,6 @@ def test_the_users_worker_init_fn_runs_last(tmp_path: Path) -> None:
     told = [path.read_text().split() for path in tmp_path.iterdir()]
     assert sorted(worker for worker, _ in told) == ["0", "0", "1", "1"]
     assert {int(seed) for _, seed in told} == seeds
-
-
-class Pids(Dataset[int]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        return os.getpid()
-
-
-def rank_with_workers(pipe: Connection) -> None:
-    (loader,) = share_out(lambda _: DataLoader(Pids(), num_workers=2), 1)
-    batches = iter(loader)
-    pipe.send([int(next(batches)) for _ in range(2)])
-    signal.pause()
-
-
-@pytest.mark.slow
-def test_workers_end_with_a_killed_rank() -> None:
-    context = get_context("fork")
-    reader, writer = context.Pipe(duplex=False)
-    rank = context.Process(target=rank_with_workers, args=(writer,))
-    rank.start()
-    pids = reader.recv()
-    watched = [os.pidfd_open(pid) for pid in pids]
-    rank.kill()
-    rank.join()
-    for descriptor in watched:
-        ended = wait_for_end(descriptor, 4)  # torch's own watchdog looks every 5 s
-        os.close(descriptor)
-        assert ended
-
-
-def wait_for_end(descriptor: int, seconds: float) -> bool:
-    import select
-
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
 
 
 class Stuck(Dataset[int]):

@@ -370,8 +370,8 @@ def make_empty(fabric: Fabric, path: str) -> None:
 
     with fabric.init_module(empty_init=True):
         table = WithTable()
-    with pytest.raises(ValueError, match=r"The buffer `table` is in no checkpoint .* Give `WithTable` a `reset_param"):
-        fabric.setup_module(table)
+    with pytest.raises(RuntimeError, match=r"gain, table have no values yet.* or give the module .* `reset_param"):
+        fabric.setup_module(table)(torch.ones(1, 3, device=ACCELERATOR))
     with fabric.init_module():
         assert not any(parameter.is_meta for parameter in Net().parameters())
 
@@ -395,21 +395,16 @@ def refuse_at_setup(world: World) -> None:
         setup(FSDPStrategy(auto_wrap_policy={nn.Conv2d}), Net())
     with pytest.raises(ValueError, match=r"`auto_wrap_policy=refuse_at_setup.<locals>.<lambda>` matches no submodule"):
         setup(FSDPStrategy(auto_wrap_policy=lambda module: False), Net())
-    with pytest.raises(TypeError, match="`auto_wrap_policy` has 'Block', which is not a class"):
+    with pytest.raises(TypeError, match=r"`auto_wrap_policy=\{'Block'\}` selects no submodules"):
         setup(FSDPStrategy(auto_wrap_policy={"Block"}), Net())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`auto_wrap_policy=3` selects no submodules. Pass classes"):
         setup(FSDPStrategy(auto_wrap_policy=3), Net())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`auto_wrap_policy` chooses a `ModuleList`, which has no forward"):
+    with pytest.raises(ValueError, match="does not support containers that do not implement forward"):
         setup(FSDPStrategy(auto_wrap_policy=nn.ModuleList), Net())
     with pytest.raises(
         ValueError, match=r"`embed.weight` and `out.weight` are one tied weight|`out.weight` and `embed.w"
     ):
         setup(FSDPStrategy(auto_wrap_policy=nn.Embedding), Net())
-    elsewhere = replace(connected, device=torch.device("cuda"))
-    with pytest.raises(
-        ValueError, match="`move_to_device=False` leaves parameters on cpu, but shards are made on cuda"
-    ):
-        setup(FSDPStrategy(), Net(), move=False, runtime=elsewhere)
     setup(FSDPStrategy(), Net(), move=False)
     connected.collective.teardown()
 

@@ -427,10 +427,6 @@ def test_a_setup_that_would_change_the_numbers_raises_on_every_rank(name: str) -
     [
         ({"data": 0}, r"`ModelParallelStrategy\(data=0\)`: a degree is a number of ranks from 1 on, or 'auto'"),
         ({"tensor": 2.0}, r"`ModelParallelStrategy\(tensor=2.0\)`: a degree is a number"),
-        (
-            {"data": "auto", "shard": "auto"},
-            r"`ModelParallelStrategy\(data='auto', shard='auto'\)` leaves more than one",
-        ),
     ],
     ids=str,
 )

@@ -30,8 +30,8 @@ class Words(nn.Module):
 
 EMPTY = (
     r"`Words` was made empty, and embed.weight, out.weight, out.bias have no values yet. Load a checkpoint "
-    r"\(`fabric.load`\) before the first forward, or initialise what no checkpoint holds, or construct the "
-    r"module without `empty_init=True`."
+    r"\(`fabric.load`\) before the first forward, or give the module that has them a `reset_parameters` without "
+    r"arguments, or construct the model without `empty_init=True`."
 )
 
 

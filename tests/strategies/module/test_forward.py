@@ -79,7 +79,7 @@ def test_release_restores_the_module() -> None:
     net = Net()
     before = set(vars(net))
     path = ForwardPath(net, Recorder())
-    path.mark("loss")
+    path("loss")
     path.release()
     assert set(vars(net)) == before
 
@@ -96,7 +96,7 @@ def test_a_module_is_prepared_once() -> None:
 )
 def test_copies_and_pickles_of_a_prepared_module_are_plain_modules(duplicate: Callable[[nn.Module], Any]) -> None:
     net, around = Net(), Recorder()
-    ForwardPath(net, around).mark("loss")
+    ForwardPath(net, around)("loss")
     other = duplicate(net)
     with torch.no_grad():
         other.linear.weight.zero_()

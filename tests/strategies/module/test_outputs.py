@@ -18,13 +18,6 @@ from fabric.strategies import DDPStrategy, FSDPStrategy, Strategy
 from fabric.strategies.module.outputs import Exposed, conceal, expose, outputs_in
 
 
-class Slots:
-    __slots__ = ("value",)
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
 class Linked:
     """An object that refers to itself, to a module and to a function."""
 
@@ -35,13 +28,12 @@ class Linked:
 WAYS: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = [
     (lambda each: SimpleNamespace(first=[each], second={"again": each}), lambda output: output.first[0]),
     (lambda each: UserDict(value=each), lambda output: output["value"]),
-    (Slots, lambda output: output.value),
     (Linked, lambda output: output.value),
     (lambda each: (each.detach(), Independent(Normal(each, 1.0), 1)), lambda output: output[1].mean),
 ]
 
 
-@pytest.mark.parametrize(("make", "read"), WAYS, ids=["attributes", "mapping", "slots", "linked", "distribution"])
+@pytest.mark.parametrize(("make", "read"), WAYS, ids=["attributes", "mapping", "linked", "distribution"])
 def test_tensors_of_an_object_are_found_and_replaced(
     make: Callable[[Tensor], Any], read: Callable[[Any], Tensor]
 ) -> None:

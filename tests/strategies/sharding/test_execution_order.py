@@ -70,8 +70,10 @@ def orders(fabric: Fabric, moment: str, compiled: bool) -> tuple[list[float], st
         losses.append(loss.item())
     assert hooks_of_ours(net) == 3
     model.train(moment != "in evaluation")
-    model.mark_forward_method("again")
-    call = model.again if moment == "in a method" else model
+    call = model
+    if moment == "in a method":
+        model.mark_forward_method("again")
+        call = model.again
     try:
         with torch.set_grad_enabled(moment != "without gradients"):
             loss = call(x, BACK if fabric.global_rank else FORTH)

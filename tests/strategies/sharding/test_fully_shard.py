@@ -14,7 +14,6 @@ from torch.optim import SGD, Optimizer
 
 from fabric import Fabric
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
-from fabric.strategies.module.wrap_policy import SMALL_BYTES, whole_at_once
 from fabric.strategies.tensors.dtensor import whole
 
 
@@ -220,38 +219,3 @@ def shard_by_hand(fabric: Fabric) -> None:
 @pytest.mark.slow
 def test_a_submodule_sharded_before_setup_raises_with_what_to_write() -> None:
     launch("fsdp", shard_by_hand)
-
-
-def test_a_large_model_without_a_policy_is_warned_about_with_the_class_of_its_blocks() -> None:
-    with torch.device("meta"):
-        layers = [nn.TransformerEncoderLayer(1024, 8, 4096) for _ in range(6)]
-        model = nn.Sequential(nn.Embedding(1000, 1024), nn.Sequential(*layers), nn.Linear(1024, 1000))
-        deep = nn.Sequential(*(nn.Sequential(Wide(), Wide()) for _ in range(2)))
-        single = nn.Linear(SMALL_BYTES // 4, 1)
-        small = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    assert whole_at_once(model) == (
-        "`Sequential` has 0.3 GiB of parameters, and `strategy='fsdp'` without `auto_wrap_policy` gathers all of them "
-        "at once on every rank, which saves no memory in forward. It has 6 submodules of class "
-        "`nn.TransformerEncoderLayer`: write `FSDPStrategy(auto_wrap_policy={nn.TransformerEncoderLayer})` to gather "
-        "one of them at a time."
-    )
-    assert "2 submodules of class `nn.Sequential`" in str(whole_at_once(deep))
-    assert "Name the classes of its largest submodules" in str(whole_at_once(single))
-    assert whole_at_once(small) is None
-
-
-class Wide(nn.Linear):
-    """64 MiB and more."""
-
-    def __init__(self) -> None:
-        super().__init__(4100, 4100, bias=False)
-
-
-def set_up_large(fabric: Fabric) -> None:
-    fabric.setup(nn.Sequential(*(Wide() for _ in range(4))))
-
-
-@pytest.mark.slow
-def test_the_warning_is_logged_once_on_rank_zero(capfd: pytest.CaptureFixture[str]) -> None:
-    launch("fsdp", set_up_large)
-    assert capfd.readouterr().err.count("FSDPStrategy(auto_wrap_policy={Wide})") == 1

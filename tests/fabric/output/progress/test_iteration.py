@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.progress import Progress
 
-from fabric.output.console import print_rank_zero
-from fabric.output.progress.iteration import progress
-from fabric.output.progress.rate import WINDOW_SECONDS, ProgressRate
+from fabric import Fabric
+from fabric.output.progress.iteration import _line, progress
 
 HIDE_CURSOR, SHOW_CURSOR, UP = "\x1b[?25l", "\x1b[?25h", "\x1b[1A"
 
@@ -58,38 +57,24 @@ def plain(text: str) -> str:
 
 
 def test_rates_are_those_of_all_ranks_and_the_time_left_follows() -> None:
-    pace = ProgressRate(total=100, num_ranks=4)
-    pace.look(0.0)
-    pace.items, pace.samples = 20, 640
-    pace.look(10.0)
-    assert (pace.items_per_second, pace.samples_per_second, pace.seconds_left) == (2.0, 256.0, 40.0)
-    assert pace.line() == "20/100  256 samples/s  0:00:10  0:00:40 left"
+    now = 0.0
+    bars = Progress(get_time=lambda: now, disable=True)
+    task = bars.add_task("", total=100)
+    assert _line(bars.tasks[0], 0, 4) == "0/100  0.00 it/s  0:00:00"
+    now = 5.0
+    bars.update(task, completed=10)
+    now = 15.0
+    bars.update(task, completed=30)
+    assert _line(bars.tasks[0], 0, 4) == "30/100  2.00 it/s  0:00:15  0:00:35 left"
+    assert _line(bars.tasks[0], 30 * 32, 4) == "30/100  256 samples/s  0:00:15  0:00:35 left"
 
 
-def test_a_slow_start_does_not_count_after_the_window() -> None:
-    pace = ProgressRate(total=None)
-    pace.look(0.0)
-    pace.items = 1
-    for second in range(1, 200):
-        pace.items += 10 if second > 100 else 0
-        pace.look(float(second))
-    assert pace.items_per_second == pytest.approx(10.0)
-    assert pace.seconds == 199.0
-
-
-def test_updates_rarer_than_the_window_still_give_a_rate() -> None:
-    pace = ProgressRate(total=4)
-    for look in range(3):
-        pace.items = look
-        pace.look(look * 3 * WINDOW_SECONDS)
-    assert pace.items_per_second == pytest.approx(1 / (3 * WINDOW_SECONDS))
-
-
-def test_without_elapsed_time_or_a_total_no_time_left_is_shown() -> None:
-    pace = ProgressRate(total=None)
-    pace.look(5.0)
-    assert pace.seconds_left is None
-    assert pace.line() == "0  0.00 it/s  0:00:00"
+def test_before_the_second_update_the_rate_is_that_since_the_start() -> None:
+    now = 0.0
+    bars = Progress(get_time=lambda: now, disable=True)
+    task, now = bars.add_task("", total=None), 4.0
+    bars.update(task, completed=2)
+    assert _line(bars.tasks[0], 0, 1) == "2  0.50 it/s  0:00:04"
 
 
 # What is shown
@@ -127,13 +112,6 @@ def test_samples_are_the_first_dim_of_the_first_tensor(item: Any, samples: int) 
     assert _first_dim(item) == samples
 
 
-@pytest.mark.parametrize("size", [16, len], ids=["number", "function"])
-def test_a_size_of_the_users_own_counts(size: Any) -> None:
-    console, file = piped()
-    list(progress(["x" * 16] * 3, size=size, console=console))
-    assert "samples/s" in file.getvalue()
-
-
 def test_an_iterable_without_a_length_shows_no_total() -> None:
     class Unsized:
         def __iter__(self) -> Iterator[int]:
@@ -155,13 +133,6 @@ def test_if_disabled_the_iterator_is_that_of_the_iterable() -> None:
     assert file.getvalue() == ""
 
 
-@pytest.mark.parametrize("name", ["total", "size"])
-def test_a_negative_number_is_an_error(name: str) -> None:
-    words = f"`progress({name}=-1)` is negative. Write a number from 0 on, or leave it out."
-    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
-        progress([1], **{name: -1})  # type: ignore[arg-type]
-
-
 # On a terminal
 
 
@@ -175,7 +146,7 @@ def test_a_bar_on_a_terminal_ends_full_and_restores_the_cursor() -> None:
 def test_a_printed_line_appears_whole_above_the_bar() -> None:
     def body(console: Console) -> None:
         for number in progress(range(3), "bar", console=console):
-            print_rank_zero(f"line {number}", "[not markup]", is_rank_zero=True)
+            print(f"line {number}", "[not markup]")
 
     lines = plain(on_terminal(body)).replace("\r", "\n").splitlines()
     assert [line.strip() for line in lines if "line" in line] == [f"line {n} [not markup]" for n in range(3)]
@@ -232,19 +203,8 @@ def test_an_iterator_kept_until_exit_restores_the_cursor() -> None:
 
 
 def test_only_rank_zero_prints_and_as_print_does(capsys: pytest.CaptureFixture[str]) -> None:
-    print_rank_zero("a", [1, 2], "[red]b[/red]", sep="-", end="!\n", is_rank_zero=True)
-    print_rank_zero("other", is_rank_zero=False)
+    Fabric(accelerator="cpu", devices=1).print("a", [1, 2], "[red]b[/red]", sep="-", end="!\n")
     assert capsys.readouterr().out == "a-[1, 2]-[red]b[/red]!\n"
-
-
-def test_a_file_of_the_users_own_is_written_to() -> None:
     file = io.StringIO()
-    print_rank_zero("a", file=file, is_rank_zero=True)
+    Fabric(accelerator="cpu", devices=1).print("a", file=file)
     assert file.getvalue() == "a\n"
-
-
-def test_a_table_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table("name", "value")
-    table.add_row("loss", "0.5")
-    print_rank_zero(table, is_rank_zero=True)
-    assert "│ loss │ 0.5" in capsys.readouterr().out
