@@ -63,4 +63,5 @@ def move(tensor: Tensor, device: torch.device) -> None:
     elif tensor.device != device:  # `.data =` would leave its plain tensors where they are
         moved = tensor.detach().to(device)
         is_parameter = isinstance(tensor, nn.Parameter)
-        torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved)
+        made = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
