@@ -69,7 +69,10 @@ ROWS = {
         "_TABLE = (\n",
         '    LauncherRow(name="tandem", path="tandem:tandem", description="two by two", needs_function=True),\n',
     ),
-    "strategies/registry.py": ("_TABLE = (\n", '    _built_in("solo", "solo:solo", "all alone"),\n'),
+    "strategies/registry.py": (
+        "_TABLE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {\n",
+        '    "solo": ("solo:solo", "all alone", {}),\n',
+    ),
 }
 
 

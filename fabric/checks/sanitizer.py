@@ -218,7 +218,8 @@ class _Watch(Check):
             self._end_if_over()
 
     def closing(self) -> None:
-        self._compare()
+        if self._stepped:
+            self._compare()
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before the hooks of the optimizer, which may remove gradients that other ranks own."""

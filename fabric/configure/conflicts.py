@@ -77,6 +77,8 @@ def place_of_a_node(request: Request, machine: Machine) -> str | None:
         said = f"`{written}` is for several nodes that fabric starts, but {why}. Add `--num-nodes`, or leave it out."
         return said if written else None
     missing = [option for option, value in place.items() if value is None]
+    if not missing and (request.node_rank or 0) >= nodes:
+        return f"`--node-rank {request.node_rank}` with `num_nodes={nodes}`: nodes count from 0 to {nodes - 1}."
     if not missing:
         return None
     return (

@@ -178,7 +178,7 @@ def test_shards_of_webdataset_are_split_once(tmp_path: Path) -> None:
         shares = [rank[name] for rank in seen]  # type: ignore[index]
         assert sorted(number for share in shares for batch in share for number in batch) == list(range(SIZE)), name
         assert [len(share) for share in shares] == [6, 6], name
-    assert "Pass `nodesplitter=webdataset.split_by_node`, or" in seen[0]["unsplit"]  # type: ignore[index]
+    assert "Pass `nodesplitter=webdataset.split_by_node`." in seen[0]["unsplit"]  # type: ignore[index]
 
 
 # Loaders without a state

@@ -231,7 +231,7 @@ REFUSED = [
     Row({"num_nodes": 2}, error="missing: --node-rank, --main-address, --main-port. On each node, run"),
     Row({"num_nodes": 3, "node_rank": 0}, error="`fabric run --num-nodes 3 --node-rank N --main-address HOST"),
     Row({"num_nodes": 2, "main_address": "a", "main_port": 5}, error="missing: --node-rank. On each"),
-    Row({**NODE_1, "node_rank": 2}, error="`node_rank=2` with `num_nodes=2`: nodes count from 0 to 1. Give each node"),
+    Row({**NODE_1, "node_rank": 2}, error="`--node-rank 2` with `num_nodes=2`: nodes count from 0 to 1."),
     Row({"node_rank": 1}, error="`--node-rank 1` is for several nodes that fabric starts, but `num_nodes=1`. Add"),
     Row({"main_port": 5}, error="`--main-port 5` is for several nodes that fabric starts, but `num_nodes=1`."),
     # A world in the environment is the truth

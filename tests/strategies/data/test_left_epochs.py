@@ -137,7 +137,7 @@ def test_a_look_at_one_batch_of_a_resumed_loader_does_not_move_it(name: str) -> 
 
 
 def windows(loader: Any, numbers: LoopProgress) -> Iterator[list[Any]]:
-    return Accumulation().windows(loader, 4, (), nullcontext, numbers.ahead)  # type: ignore[arg-type,return-value]
+    return Accumulation().windows(loader, 4, nullcontext, numbers.ahead)  # type: ignore[arg-type,return-value]
 
 
 @pytest.mark.parametrize("name", MORE)
