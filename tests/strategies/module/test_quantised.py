@@ -30,6 +30,7 @@ from fabric.strategies import (
     Strategy,
 )
 from fabric.strategies.collectives.collective import CollectiveError
+from fabric.strategies.tensors.wrapped import move, plain_tensors
 
 
 def cut_the_rest(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -225,3 +226,12 @@ def average_weights(fabric: Fabric, path: Path) -> None:
 def test_their_moving_average_is_that_of_the_adapters(strategy: str, tmp_path: Path) -> None:
     fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
     fabric.launch(average_weights, tmp_path / "average")
+
+
+def test_a_parameter_that_is_moved_remains_the_object_and_its_plain_tensors_move() -> None:
+    weight = make_net(twice=True)[2].base.weight
+    move(weight, torch.device("meta"))
+    assert isinstance(weight, Int8)
+    assert isinstance(weight, nn.Parameter)
+    assert not weight.requires_grad
+    assert {each.device.type for each in (weight, *plain_tensors(weight).values())} == {"meta"}
