@@ -17,6 +17,7 @@ from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.tensors.digest import numbers_of
 from fabric.strategies.tensors.parameters import parameters_of
+from fabric.strategies.tensors.wrapped import plain_tensors
 
 Parameters: TypeAlias = Mapping[str, nn.Parameter]
 """By their names."""
@@ -87,14 +88,16 @@ def _held(
         is_changed = any(known.get(name) is not each for name, each in parameters.items())
         if not _tells_holders(how) or (is_changed and not isinstance(how, PlainState)):  # the strategy raises itself
             continue
-        for name, value in how.read_module_shards(model.module).items():
+        owners = {key: name for name, each in parameters.items() for key in plain_tensors(each, name)}
+        for key, value in how.read_module_shards(model.module).items():
+            name = owners.get(key, "")
             parameter = parameters.get(name)
             if parameter is None or known.get(name) is not parameter:
                 continue
             if isinstance(value, Tensor):  # not sharded
                 value = replicated(value, range(size))
             if isinstance(value, TensorShards):
-                yield "weights", _named(parameter, name, names), value
+                yield "weights", _named(parameter, name, names) if key == name else f"`{key}`", value
     for optimizer, given in access.items():
         how = _access(given, size, is_replicated=any(m.sync.is_replicated and m.holds(optimizer) for m, _ in models))
         of_groups = parameters_of(optimizer)

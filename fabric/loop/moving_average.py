@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from fabric.strategies.checkpoint.state import ShardedStateful, uncompiled
+from fabric.strategies.checkpoint.state import ShardedStateful, load_into, uncompiled
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.tensors.dtensor import local_part
+from fabric.strategies.tensors.wrapped import is_wrapped
 
 
 @final
@@ -94,7 +95,7 @@ class MovingAverage(ShardedStateful):
         self._refuse_applied("average.load_state_dict()")
         own = self._copies()
         try:
-            self._prepared.state.load_module(uncompiled(self._prepared.module), content["model"], strict=True)
+            load_into(self._prepared.module, content["model"], strict=True, access=lambda _: self._prepared.state)
             self._averages = self._copies()
         finally:
             self._write(own)
@@ -109,7 +110,7 @@ class MovingAverage(ShardedStateful):
     def _weights(self) -> list[Tensor]:
         if self._prepared.trained is not None:
             return self._prepared.trained.shards()
-        return [local_part(parameter) for parameter in self._prepared.sync.parameters_held()]
+        return [local_part(each) for each in self._prepared.sync.parameters_held() if not is_wrapped(each)]
 
     @torch.no_grad()
     def _copies(self) -> list[Tensor]:

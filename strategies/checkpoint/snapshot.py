@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.saving import memory_of
-from fabric.strategies.checkpoint.wrappers import is_wrapper, on_cpu
+from fabric.strategies.checkpoint.wrappers import on_cpu
 from fabric.strategies.tensors.nests import map_only_tensors, tensors_in
+from fabric.strategies.tensors.wrapped import is_wrapped, plain_tensors
 
 _SMALL_BYTES = 2**20
 """Tensors up to this size are always copied."""
@@ -22,13 +23,13 @@ def snapshot(content: Any, owners: Iterable[nn.Module | Optimizer], local: Calla
 
     Tensors that a strategy gathered for this call are not copied again. `local`: returns this rank's part of a tensor.
     """
-    held = [local(tensor) for owner in owners for tensor in _tensors_of(owner)]
-    plain = (tensor for tensor in held if tensor.device.type == "cpu" and not is_wrapper(tensor))
-    live = {_storage(tensor) for tensor in plain}  # XLA's storages have no address
+    held = (local(tensor) for owner in owners for tensor in _tensors_of(owner))
+    plain = (each for tensor in held for each in plain_tensors(tensor).values())
+    live = {_storage(tensor) for tensor in plain if tensor.device.type == "cpu"}  # XLA's storages have no address
     known: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def copied(tensor: Tensor) -> Tensor:
-        if is_wrapper(tensor):
+        if is_wrapped(tensor):
             return on_cpu(tensor)
         if tensor.device.type == "cpu" and tensor.nbytes > _SMALL_BYTES and _storage(tensor) not in live:
             return tensor.detach()

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.stored import in_memory, mapped_module
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
-from fabric.strategies.checkpoint.wrappers import is_wrapper
+from fabric.strategies.tensors.wrapped import is_wrapped, plain_state, plain_tensors
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 RUN = "fabric"
@@ -102,7 +102,7 @@ class StateAccess(ABC):
         """The shape of each tensor in the whole state, None for other entries. Ranks: each on its own."""
         return {
             name: tuple(value.shape) if isinstance(value, Tensor) else None
-            for name, value in module.state_dict(keep_vars=True).items()
+            for name, value in plain_state(module, keep_vars=True).items()
         }
 
     def group_sizes(self, optimizer: Optimizer) -> list[int]:
@@ -130,7 +130,7 @@ class PlainState(StateAccess):
         self._replicas = tuple(range(num_replicas))
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
-        return module.state_dict()
+        return plain_state(module)
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         module.load_state_dict(content, strict=strict)
@@ -142,7 +142,7 @@ class PlainState(StateAccess):
         optimizer.load_state_dict(content)
 
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        state = module.state_dict()
+        state = plain_state(module)
         for name, _ in module.named_parameters(remove_duplicate=False):
             if name in state:
                 state[name] = self._replicated(state[name])
@@ -152,7 +152,7 @@ class PlainState(StateAccess):
         return map_state(optimizer.state_dict(), lambda index, name, value: self._replicated(value))
 
     def _replicated(self, value: Any) -> Any:
-        is_replicated = len(self._replicas) > 1 and isinstance(value, Tensor) and not is_wrapper(value)
+        is_replicated = len(self._replicas) > 1 and isinstance(value, Tensor) and not is_wrapped(value)
         return replicated(value, self._replicas) if is_replicated else value
 
 
@@ -255,13 +255,25 @@ def load_into(target: Stateful, content: dict[str, Any], *, strict: bool, access
     """Load `content` into one object; `strict` applies only to modules."""
     if isinstance(target, nn.Module):
         module = uncompiled(target)
-        access(module).load_module(module, content, strict=strict)
+        access(module).load_module(module, _take_wrapped(module, content), strict=strict)
     elif isinstance(target, Optimizer):
         access(target).load_optimizer(target, content)
     elif isinstance(target, ShardedStateful):
         target.load_sharded(content)
     else:
         target.load_state_dict(in_memory(content))
+
+
+def _take_wrapped(module: nn.Module, content: dict[str, Any]) -> dict[str, Any]:
+    """Copy the plain tensors of wrapped ones into those of the module; returns the rest, with the module's own."""
+    rest = copy(content)
+    for name, tensor in module.state_dict().items():
+        if is_wrapped(tensor) and name not in content:
+            for key, plain in plain_tensors(tensor, name).items():
+                if key in content:
+                    plain.copy_(in_memory(rest.pop(key)))
+            rest[name] = tensor
+    return rest
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

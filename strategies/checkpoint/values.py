@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from fabric.strategies.checkpoint.storage import buffer_of
-from fabric.strategies.checkpoint.wrappers import Wrapped, is_wrapper, put_together, taken_apart
+from fabric.strategies.checkpoint.wrappers import Wrapped, put_together, taken_apart
 from fabric.strategies.tensors.chunk import whole
+from fabric.strategies.tensors.wrapped import is_wrapped
 
 Json: TypeAlias = Any
 Keep: TypeAlias = Callable[[str, Any], Json]
@@ -45,7 +46,7 @@ def encode(value: Any, keep: Keep, is_kept: Callable[[Any], bool], at: str = "")
 
     Raises: TypeError: a value cannot be saved; names its position.
     """
-    if is_wrapper(value):
+    if is_wrapped(value):
         value = taken_apart(value)
     if isinstance(value, Wrapped):
         inner = {"tensors": value.tensors, "context": value.context}

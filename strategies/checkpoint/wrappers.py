@@ -9,23 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard, final
+from typing import Any, final
 
 import torch
-from torch import Tensor, nn
-
-from fabric.strategies.tensors.dtensor import as_sharded
-
-
-def is_wrapper(value: object) -> TypeGuard[Any]:
-    """Whether this is a tensor of another class that is made of plain tensors; a DTensor is in shards instead."""
-    return (
-        isinstance(value, Tensor)
-        and type(value) not in (Tensor, nn.Parameter)
-        and hasattr(type(value), "__tensor_flatten__")
-        and not value.is_nested
-        and as_sharded(value) is None
-    )
+from torch import Tensor
 
 
 @final

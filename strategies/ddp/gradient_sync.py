@@ -57,6 +57,8 @@ class DDPGradientSync(GradientSync):
         else:
             assert self.parallel is not None
             if self.parallel.require_backward_grad_sync is not self.synced:  # a module's attributes are slow to set
+                if self.options.static_graph and not self.synced:
+                    raise RuntimeError(STATIC)
                 self.parallel.require_backward_grad_sync = self.synced
             if self.needs_all:
                 output = self.parallel(function, args, kwargs)
@@ -186,6 +188,11 @@ _NOT_AVERAGED = (
     "backward outside of it. The weights are unchanged; `optimizer.zero_grad()` discards the gradients."
 )
 
+STATIC = (
+    "`DDPStrategy(static_graph=True)` learns in its first backward which gradients to wait for, and torch ends in an "
+    "INTERNAL ASSERT if that is within `no_backward_sync` or a window of `accumulate`. "
+    "Leave `static_graph` out, or do not accumulate gradients."
+)
 UNUSED = (
     "Averaging waits for every parameter, and so the gradients of some others are not averaged either. Pass "
     "`find_unused_parameters=True` (`strategy='ddp_find_unused_parameters_true'`), or freeze what takes no part with "

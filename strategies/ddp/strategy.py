@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import PlainState
 from fabric.strategies.ddp.comm_hooks import CommHook, check, why_not
-from fabric.strategies.ddp.gradient_sync import UNUSED, DDPGradientSync
+from fabric.strategies.ddp.gradient_sync import STATIC, UNUSED, DDPGradientSync
 from fabric.strategies.gradients.elementwise import refuse_dependent
 from fabric.strategies.module.prepare import attach_scaler, place, replica
 from fabric.strategies.prepared import Prepared
@@ -79,7 +79,9 @@ class DDPStrategy(ProcessGroupStrategy):
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
-        return {} if self.find_unused_parameters or self.static_graph else {"unused": UNUSED}
+        if self.static_graph:
+            return {"accumulate": STATIC}
+        return {} if self.find_unused_parameters else {"unused": UNUSED}
 
     def why_not(self, target: Target) -> str | None:
         if self.comm_hook is None:

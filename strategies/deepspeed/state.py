@@ -20,6 +20,7 @@ from fabric.launchers.world import World
 from fabric.strategies.checkpoint.state import StateAccess, map_state
 from fabric.strategies.checkpoint.stored import Stored, in_memory, is_extra_state, mapped_module
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard, no_shards
+from fabric.strategies.tensors.wrapped import plain_state
 
 
 @final
@@ -42,7 +43,7 @@ class ZeroState(StateAccess):
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
         return {
             name: _shape_of(value) if isinstance(value, Tensor) else None
-            for name, value in module.state_dict(keep_vars=True).items()
+            for name, value in plain_state(module, keep_vars=True).items()
         }
 
     def group_sizes(self, optimizer: Optimizer) -> list[int]:
@@ -242,7 +243,7 @@ def _module_state(module: nn.Module, entry: Callable[[Tensor], Any]) -> dict[str
     Raises: RuntimeError: a hook computed an entry from a sharded parameter, which is empty here.
     """
     read = cache(entry)
-    state = module.state_dict(keep_vars=True)
+    state = plain_state(module, keep_vars=True)
     own = {id(each) for each in (*module.parameters(), *module.buffers())}
     is_in_shards = any(map(is_sharded, module.parameters()))
     for name, value in state.items():

@@ -47,6 +47,7 @@ from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.target import Target, releases
+from fabric.strategies.tensors.wrapped import frozen_wrapped, refuse_wrapped_in_flat
 
 
 @final
@@ -232,6 +233,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             with_environment(runtime.world, runtime.device.type) as deepspeed,
             own_hooks(module, are_copied=self._stage != 3),
             _scalars_broadcast(runtime, module, self._stage),
+            _wrapped_hidden(runtime, module),
         ):
             engine, *_ = deepspeed.initialize(
                 model=module,
@@ -295,6 +297,22 @@ def _scalars_broadcast(runtime: Runtime, module: nn.Module, stage: int) -> Itera
                     parameter.data = parameter.data.view(())
 
 
+@contextmanager
+def _wrapped_hidden(runtime: Runtime, module: nn.Module) -> Iterator[None]:
+    """Broadcast frozen quantised parameters, and hide them from DeepSpeed, which would do so as bytes. Ranks: all."""
+    frozen = list(frozen_wrapped(module).values())
+    broadcast_from_rank_zero(runtime.collective, frozen)
+    hidden = [(part, name, each) for part in module.modules() for name, each in part._parameters.items()]
+    hidden = [(part, name, each) for part, name, each in hidden if any(each is other for other in frozen)]
+    for part, name, _ in hidden:
+        part._parameters[name] = None
+    try:
+        yield
+    finally:
+        for part, name, parameter in hidden:
+            part._parameters[name] = parameter
+
+
 def _remember(objects: Iterable[Any]) -> Callable[[], None]:
     """Return a function that removes all attributes added to the objects after this call."""
     before = [(each, set(vars(each))) for each in objects]
@@ -322,6 +340,8 @@ def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Opti
             "dtype. Convert them before `fabric.setup`, or pass `strategy='ddp'`."
         )
     refuse_sparse_layers("deepspeed", module)
+    if stage == 3:
+        refuse_wrapped_in_flat(module, "deepspeed_stage_3")
     if len(optimizers) > 1:
         raise ValueError(f"`setup` was given {len(optimizers)} optimizers for `{name}`, and {_ONE_OPTIMIZER}")
     for optimizer in optimizers:

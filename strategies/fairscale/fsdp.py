@@ -49,6 +49,7 @@ from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target, releases
 from fabric.strategies.tensors.parameters import parameters_of
+from fabric.strategies.tensors.wrapped import refuse_wrapped_in_flat
 from fabric.strategies.undo import undo_all
 
 
@@ -120,6 +121,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
             return replica(runtime, module, optimizers)
         refuse_wrapped("ddp_fully_sharded", module)
         refuse_sparse_layers("ddp_fully_sharded", module)
+        refuse_wrapped_in_flat(module, "ddp_fully_sharded")
         _refuse_dtypes(module, runtime.precision)
         refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES, flat=True)
         broadcast_from_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])

@@ -43,6 +43,8 @@ from fabric.strategies.sharding.layout import refuse_cut
 from fabric.strategies.sharding.mesh import check_degrees
 from fabric.strategies.sharding.owners_state import sharded_state
 from fabric.strategies.target import Target
+from fabric.strategies.tensors.parameters import name_some
+from fabric.strategies.tensors.wrapped import frozen_wrapped, move
 
 
 @final
@@ -132,6 +134,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         _refuse_scalars(inner)
         if runtime.world.size > 1 and (words := self._words(inner)) is not None:
             runtime.report(words)
+        if runtime.world.size > 1 and (whole := frozen_wrapped(inner)):
+            runtime.report(_WHOLE.format(model=type(inner).__name__, count=len(whole), names=name_some(list(whole))))
         unfilled, hooks = Unfilled(inner), list[RemovableHandle]()
         with rebinding(inner, optimizers):
             cast_module(runtime.precision, inner)
@@ -190,7 +194,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
         tensors = _own_tensors(_own_parts(unit, units))
         for tensor in tensors:
-            tensor.data = tensor.data.to(runtime.device)
+            move(tensor, runtime.device)
         if runtime.world.size > 1:
             broadcast_from_rank_zero(runtime.collective, tensors)
         mixed = runtime.precision.is_mixed and not isinstance(unit, _BatchNorm)
@@ -205,12 +209,17 @@ class FSDPStrategy(ProcessGroupStrategy):
                 cast_forward_inputs=False,
             ),
             offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+            ignored_params=set(frozen_wrapped(unit).values()),
         )
 
 
 _SMALL_BYTES = 2**28
 """With fewer bytes of parameters (256 MiB), gathering the whole model at once needs no warning."""
 
+_WHOLE = (
+    "{count} frozen parameters of `{model}` ({names}) are of classes of their own, such as quantised weights, which "
+    "`fully_shard` cannot shard: they stay whole on each rank."
+)
 _LEAVE_OUT = (
     "Leave `fully_shard` out, and write `FSDPStrategy(auto_wrap_policy={{{name}}})`; or call it in "
     "`ModelParallelStrategy(parallelize_fn=function, shard='auto')`."

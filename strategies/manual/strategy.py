@@ -38,6 +38,7 @@ from fabric.strategies.sharding.mesh import COPIES, check_degrees
 from fabric.strategies.sharding.owners import refuse_owners
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.parameters import parameters_of
+from fabric.strategies.tensors.wrapped import is_wrapped
 
 __all__ = ["ManualContext", "ManualStrategy", "Parallelized"]
 
@@ -190,7 +191,7 @@ def _refuse_other_dtypes(precision: Precision, module: nn.Module) -> None:
     if not casts(precision):
         return
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_floating_point() and tensor.dtype != precision.param_dtype:
+        if tensor.is_floating_point() and tensor.dtype != precision.param_dtype and not is_wrapped(tensor):
             raise ValueError(
                 f"`precision={precision.name!r}` asks for {precision.param_dtype}, but `{name}` came back as "
                 f"{tensor.dtype}. Cast it in your function: `module.to(context.precision.param_dtype)`."

@@ -50,6 +50,9 @@ from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, compl
 from fabric.strategies.sharding.owners_state import sharded_state
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.dtensor import as_sharded
+from fabric.strategies.tensors.parameters import name_some
+from fabric.strategies.tensors.wrapped import frozen_wrapped
+from fabric.strategies.tensors.wrapped import move as move_tensor
 
 
 @final
@@ -167,13 +170,26 @@ class ModelParallelStrategy(ProcessGroupStrategy):
         if self.parallelize_fn is None:
             return module
         assert runtime.mesh is not None
-        result = parallelize(module, runtime.mesh, self.parallelize_fn)
+        whole = frozen_wrapped(module)
+        try:
+            result = parallelize(module, runtime.mesh, self.parallelize_fn)
+        except (NotImplementedError, AssertionError, RuntimeError) as error:
+            if whole:
+                raise ValueError(_WHOLE.format(model=type(module).__name__, names=name_some(list(whole)))) from error
+            raise
         if self.reshard_roots:
             reshard_roots(module)
         return result
 
     def _written(self) -> dict[str, Degree]:
         return {"data": self.data, "shard": self.shard, "context": self.context, "tensor": self.tensor}
+
+
+_WHOLE = (
+    "`parallelize_fn` raised for a `{model}` with frozen parameters of other classes ({names}), such as quantised "
+    "weights, which `fully_shard` cannot shard. Leave them whole on each rank: `fully_shard(model, mesh=mesh['shard'], "
+    "ignored_params={{p for p in model.parameters() if not p.requires_grad}})`."
+)
 
 
 def place_and_broadcast(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> None:
@@ -186,7 +202,7 @@ def place_and_broadcast(runtime: Runtime, module: nn.Module, optimizers: Sequenc
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
     if move:
         for tensor in tensors:
-            tensor.data = tensor.data.to(runtime.device)
+            move_tensor(tensor, runtime.device)
         for optimizer in optimizers:
             move_state(optimizer, runtime.device)
     if runtime.world.size > 1:

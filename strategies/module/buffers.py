@@ -8,11 +8,16 @@ from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.fill import fill_from
+from fabric.strategies.tensors.wrapped import plain_tensors
 
 
 def broadcast_from_rank_zero(collective: Collective, tensors: Iterable[Tensor]) -> None:
     """Broadcast tensors from rank 0, in place. Ranks: all call it, with tensors of the same shapes."""
-    sent = [(tensor, 0) for tensor in tensors]
+    sent = [
+        (plain, 0)
+        for tensor in tensors
+        for plain in ((tensor,) if type(tensor) is Tensor else plain_tensors(tensor).values())  # buffers: no call
+    ]
     if sent:  # most models have no buffers, and this is called in every forward
         fill_from(collective, sent)
 

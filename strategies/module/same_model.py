@@ -12,7 +12,9 @@ from torch.nn.parameter import is_lazy
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.tensors.packing import Spec
 from fabric.strategies.tensors.parameters import name_some
+from fabric.strategies.tensors.wrapped import is_wrapped, plain_tensors
 
 
 def refuse_different_models(
@@ -63,7 +65,9 @@ def refuse_meta(module: nn.Module) -> None:
 
 def _words(tensor: Tensor) -> str:
     frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}"
+    inner = plain_tensors(tensor).values() if is_wrapped(tensor) else ()
+    of = f", of {', '.join(str(Spec.of(each)) for each in inner)}" if inner else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}{of}"
 
 
 _ON_META = (

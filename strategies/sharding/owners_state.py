@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fabric.strategies.checkpoint.state import StateAccess, by_saved_index
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import no_shards, of_rank
-from fabric.strategies.checkpoint.wrappers import Wrapped, is_wrapper, on_cpu, put_together, taken_apart
+from fabric.strategies.checkpoint.wrappers import Wrapped, on_cpu, put_together, taken_apart
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.owners import needs_owners, owners
@@ -22,6 +22,7 @@ from fabric.strategies.sharding.sharded_state import ShardedState
 from fabric.strategies.tensors.nests import map_leaves, map_only_tensors
 from fabric.strategies.tensors.packing import Spec
 from fabric.strategies.tensors.parameters import parameters_of
+from fabric.strategies.tensors.wrapped import is_wrapped
 
 
 @final
@@ -123,7 +124,7 @@ def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]
 
 
 def _sent(tensor: Tensor) -> Any:
-    return taken_apart(tensor) if is_wrapper(tensor) else tensor
+    return taken_apart(tensor) if is_wrapped(tensor) else tensor
 
 
 def _is_whole(leaf: Any) -> bool:

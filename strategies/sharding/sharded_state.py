@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from fabric.strategies.checkpoint.state import StateAccess, by_saved_index, converts, map_state
 from fabric.strategies.checkpoint.stored import Stored, in_memory, is_extra_state
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
-from fabric.strategies.checkpoint.wrappers import is_wrapper, map_inner, on_cpu
+from fabric.strategies.checkpoint.wrappers import map_inner, on_cpu
 from fabric.strategies.tensors.chunk import whole as whole_chunk
 from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part, own_part, shard_like, whole
+from fabric.strategies.tensors.wrapped import is_wrapped, plain_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +58,7 @@ class ShardedState(StateAccess):
         self.keeps = rank == 0
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
-        state = module.state_dict()
+        state = plain_state(module)
         for name, value in state.items():
             state[name] = self._gathered(value)
         return state if self.keeps else {}
@@ -78,7 +79,7 @@ class ShardedState(StateAccess):
         self.write_module(module, content, strict=strict)
 
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        state = module.state_dict(keep_vars=True)  # `detach` of a DTensor costs ten times as much as `to_local`
+        state = plain_state(module, keep_vars=True)  # `detach` of a DTensor costs ten times as much as `to_local`
         holders = cache(_holders)
         for name, value in state.items():
             state[name] = tensor_shards(value.detach() if type(value) is nn.Parameter else value, holders)
@@ -93,7 +94,7 @@ class ShardedState(StateAccess):
 
         def kept(index: Any, name: str, value: Any) -> Any:  # a copy, because an optimizer keeps what it loads
             found = _stored_like(value, by_index.get(index), keep=True)
-            is_new = isinstance(value, Stored) or is_wrapper(value)
+            is_new = isinstance(value, Stored) or is_wrapped(value)
             return found.clone() if isinstance(found, Tensor) and not is_new else found
 
         states = map_state(content, kept)["state"]
@@ -118,7 +119,7 @@ class ShardedState(StateAccess):
         if not isinstance(value, Tensor):
             return value
         gathered = whole(value)
-        if is_wrapper(gathered):
+        if is_wrapped(gathered):
             return on_cpu(gathered)
         return gathered.detach().to("cpu") if self.keeps else torch.empty(0)
 
@@ -134,7 +135,7 @@ def tensor_shards(value: Any, holders: Callable[[DeviceMesh, tuple[Placement, ..
     chunk = local_chunk(sharded)
     with torch.no_grad():
         local = local_part(sharded).detach()
-    if is_wrapper(local):
+    if is_wrapped(local):
         return on_cpu(whole(value))
     assert tuple(local.shape) == chunk.shape, f"{tuple(local.shape)} is not {chunk}"
     shards = ((chunk, local),) if local.numel() else ()
@@ -172,7 +173,7 @@ def _stored_like(value: Any, like: Any, *, keep: bool = False) -> Any:
 def _shard(value: Tensor, like: Tensor) -> Tensor:
     """`shard_like`, also of tensors of other classes, which can be sliced where that cuts none of their blocks."""
     sharded = as_sharded(like)
-    if sharded is None or not is_wrapper(value):
+    if sharded is None or not is_wrapped(value):
         return shard_like(value, like)
     from torch.distributed.tensor import DTensor
 

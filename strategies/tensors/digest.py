@@ -11,18 +11,22 @@ from torch import Tensor
 
 from fabric.strategies.tensors.dtensor import local_part
 from fabric.strategies.tensors.packing import INTEGERS
+from fabric.strategies.tensors.wrapped import is_wrapped, plain_tensors
 
 _CHUNK = 2**20
+_FACTOR = 0x5851F42D4C957F2D
 
 
 @torch.no_grad()
 def digest_of(tensor: Tensor) -> Tensor | None:
     """A 64-bit digest of this rank's part of the tensor, on its device: int64, no dimensions. The same on all devices.
 
-    None where there are no bits to read: on the meta device, or in a class of its own. Cost: reads the tensor once;
-    needs memory for a few million numbers.
+    None where there are no bits to read: on the meta device, or in a class of its own; of a quantised weight, that of
+    its plain tensors. Cost: reads the tensor once; needs memory for a few million numbers.
     """
     tensor = local_part(tensor).detach()
+    if is_wrapped(tensor):
+        return functools.reduce(_then, map(digest_of, plain_tensors(tensor).values()))
     if tensor.is_meta or type(tensor) is not Tensor or tensor.layout != torch.strided:
         return None
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -38,7 +42,7 @@ def digest_of(tensor: Tensor) -> Tensor | None:
     for part in parts:
         bits = part.to(torch.int64)
         bits = bits ^ (bits >> 29)  # a product alone would lose what differs in the highest bits
-        total = total * 0x5851F42D4C957F2D + (bits * _places(flat.device)[: bits.numel()]).sum()
+        total = total * _FACTOR + (bits * _places(flat.device)[: bits.numel()]).sum()
     words_of = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8).digest()
     return total ^ int.from_bytes(words_of, "little", signed=True)
 
@@ -58,6 +62,10 @@ def digest_of_all(tensors: Iterable[Tensor]) -> int:
     """A 62-bit digest of this rank's parts of the tensors, in this order."""
     words = " ".join(map(str, numbers_of(tensors))).encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 2
+
+
+def _then(total: Tensor | None, digest: Tensor | None) -> Tensor | None:
+    return None if total is None or digest is None else total * _FACTOR + digest
 
 
 @functools.lru_cache(maxsize=2)

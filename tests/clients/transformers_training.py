@@ -11,6 +11,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader
+from torchao.prototype._nf4tensor_api import NF4WeightOnlyConfig
+from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -34,6 +36,7 @@ from transformers.models.vit.modeling_vit import ViTLayer
 
 from fabric import Fabric
 from fabric.strategies import ManualContext, Parallelized
+from fabric.strategies.tensors.wrapped import frozen_wrapped, plain_state
 
 VOCABULARY = 50
 LENGTH = 6
@@ -70,6 +73,28 @@ def llama_lora() -> nn.Module:
     return get_peft_model(llama(), adapters)
 
 
+def llama_int8_lora() -> nn.Module:
+    """Its frozen weights have 8 bits, and a scale for each row."""
+    return adapted(Int8WeightOnlyConfig())
+
+
+def llama_int4_lora() -> nn.Module:
+    """Its frozen weights have 4 bits, and a scale for 16 numbers."""
+    return adapted(IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(16)))
+
+
+def llama_nf4_lora() -> nn.Module:
+    """Its frozen weights are NF4, as those of QLoRA; that needs larger ones."""
+    return adapted(NF4WeightOnlyConfig(), hidden_size=128)
+
+
+def adapted(config: Any, **size: int) -> nn.Module:
+    """A llama quantised by torchao, with adapters of peft."""
+    model = LlamaForCausalLM(LlamaConfig(**{**DECODER, **size}, **HEADS))
+    quantize_(model, config, filter_fn=lambda part, name: name.endswith(("q_proj", "v_proj")))
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
 def vit() -> nn.Module:
     """Images and classes."""
     size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -100,9 +125,14 @@ def switch_apart() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    model.__name__: model for model in (gpt2, llama, llama_lora, vit, t5, mixtral, switch, switch_apart)
+    model.__name__: model
+    for model in (
+        *(gpt2, llama, llama_lora, llama_int8_lora, llama_int4_lora, llama_nf4_lora),
+        *(vit, t5, mixtral, switch, switch_apart),
+    )
 }
-BY_ADAMW = ("gpt2", "llama_lora")
+QUANTISED = ("llama_int8_lora", "llama_int4_lora", "llama_nf4_lora")
+BY_ADAMW = ("gpt2", "llama_lora", *QUANTISED)
 """Models that AdamW trains; the others, SGD with momentum."""
 
 
@@ -155,7 +185,7 @@ def train_plainly(name: str) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Trained(losses=losses, weights=model.state_dict(), trained=trained_names(model))
+    return Trained(losses=losses, weights=plain_state(model), trained=trained_names(model))
 
 
 def train(fabric: Fabric, name: str, folder: str, backend: str | None = None) -> Trained:
@@ -223,10 +253,11 @@ def in_shards(model: nn.Module, mesh: Any) -> None:
     """Blocks in shards, and the rest with the root."""
     from torch.distributed.fsdp import fully_shard
 
+    quantised = set(frozen_wrapped(model).values())
     for module in model.modules():
         if isinstance(module, BLOCKS):
-            fully_shard(module, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
+            fully_shard(module, mesh=mesh["shard"], ignored_params=quantised)
+    fully_shard(model, mesh=mesh["shard"], ignored_params=quantised)
 
 
 def averaged(module: nn.Module, context: ManualContext) -> Parallelized:

@@ -16,6 +16,7 @@ from torch.optim import SGD
 from fabric import Fabric, WorkerError
 from fabric.strategies import DDPStrategy
 from fabric.strategies.target import Target
+from fabric.testing import cases, check
 
 
 def ranks(size: int = 2, **options: Any) -> Fabric:
@@ -283,3 +284,10 @@ def under_detail(fabric: Fabric) -> str:
 @only_on_cpu("with NCCL torch does not crash")
 def test_a_debug_level_with_which_torch_crashes_is_refused() -> None:
     assert "Write INFO. `Fabric(sanitize='always')` compares" in ranks().launch(under_detail)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sgd", "repeated_backward", "weights", "accumulate", "discard", "policy"])
+def test_a_static_graph_trains_as_one_process_and_refuses_to_accumulate(name: str) -> None:
+    (case,) = (each for each in cases() if str(each) == name)
+    check(DDPStrategy(static_graph=True), case, devices=2)

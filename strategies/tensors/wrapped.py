@@ -1,0 +1,73 @@
+"""Tensors that keep their values in other tensors, such as the quantised weights of torchao.
+
+They follow PyTorch's protocol for wrapper subclasses (`__tensor_flatten__`). Collectives, digests and checkpoints use
+their plain tensors; what shards parameters leaves frozen ones whole on each rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from fabric.strategies.tensors.dtensor import as_sharded
+from fabric.strategies.tensors.parameters import name_some
+
+
+def is_wrapped(value: object) -> TypeGuard[Any]:
+    """Whether this is a tensor whose values are in other tensors, and no DTensor."""
+    return (
+        isinstance(value, Tensor)
+        and type(value) not in (Tensor, nn.Parameter)
+        and hasattr(type(value), "__tensor_flatten__")
+        and not value.is_nested
+        and as_sharded(value) is None
+    )
+
+
+def plain_tensors(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
+    """The tensors in which a wrapped tensor keeps its values, which share its memory; any other tensor itself.
+
+    By name: "0.weight.qdata" within "0.weight".
+    """
+    if not is_wrapped(tensor):
+        return {name: tensor}
+    inner, _ = tensor.__tensor_flatten__()
+    return {key: each for part in inner for key, each in plain_tensors(getattr(tensor, part), f"{name}.{part}").items()}
+
+
+def plain_state(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+    """The state dict of a module, with the plain tensors of those that are wrapped."""
+    state: dict[str, Any] = module.state_dict(keep_vars=keep_vars)
+    for name in [name for name, value in state.items() if is_wrapped(value)]:
+        state.update(plain_tensors(state.pop(name).detach(), name))
+    return state
+
+
+def frozen_wrapped(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The frozen parameters of a model that are wrapped, by name. Sharding would cut or flatten them."""
+    return {name: each for name, each in module.named_parameters() if not each.requires_grad and is_wrapped(each)}
+
+
+def refuse_wrapped_in_flat(module: nn.Module, strategy: str) -> None:
+    """Raise ValueError for frozen parameters that are wrapped, under a strategy that flattens all parameters."""
+    frozen = frozen_wrapped(module)
+    if frozen:
+        raise ValueError(
+            f"{len(frozen)} frozen parameters of `{type(module).__name__}` ({name_some(list(frozen))}) are of "
+            f"`{type(next(iter(frozen.values()))).__name__}`, and `strategy={strategy!r}` flattens every parameter, "
+            "which such tensors do not allow. Pass `strategy='fsdp'`, which leaves them whole on each rank, 'ddp' or "
+            "'deepspeed_stage_2'."
+        )
+
+
+def move(tensor: Tensor, device: torch.device) -> None:
+    """Move a parameter or a buffer to a device, in place."""
+    if not is_wrapped(tensor):
+        tensor.data = tensor.data.to(device)
+    elif tensor.device != device:  # `.data =` would leave its plain tensors where they are
+        moved = tensor.detach().to(device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        made = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
