@@ -56,12 +56,13 @@ class TorchAccelerator(Accelerator):
         """None, or the reason: torch was built for another device, lacks a package, or sees no device."""
         if self.num_devices() > 0:
             return None
-        kind = self.device_type
-        return (
-            f"torch {torch.__version__} is built for {self._built_for() or 'the CPU alone'}, and this process sees no "
-            f"{kind} device. Install a torch for {kind} (https://pytorch.org/get-started/locally), with its vendor's "
-            "package and the driver, and make a device visible."
+        kind, built_for = self.device_type, self._built_for() or "the CPU alone"
+        advice = (
+            "Check its driver, and the variable that hides devices, such as CUDA_VISIBLE_DEVICES."
+            if built_for == kind
+            else f"Install a torch for {kind}, or the package that adds it: https://pytorch.org/get-started/locally."
         )
+        return f"torch {torch.__version__} is built for {built_for}, and this process sees no {kind} device. {advice}"
 
     def device(self, index: int) -> torch.device:
         """The device of the type with this index."""

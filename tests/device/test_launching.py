@@ -144,8 +144,8 @@ def test_a_list_of_devices_gives_each_rank_its_own(tmp_path: Path) -> None:
         (None, "5", "asks for 5 devices of `accelerator='cuda'`, but this process sees 4 cuda devices"),
         (None, "[1, 4]", "asks for device 4 of `accelerator='cuda'`, but this process sees 4 cuda devices"),
         ("2", "2", "asks for 2 devices of `accelerator='cuda'`, but this process sees 1 cuda device."),
-        ("", "1", "no such device"),
-        ("-1", "1", "no such device"),
+        ("", "1", "is built for cuda, and this process sees no cuda device. Check its driver"),
+        ("-1", "1", "this process sees no cuda device"),
     ],
 )
 def test_devices_that_there_are_not_are_refused_before_anything_starts(
