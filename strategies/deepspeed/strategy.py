@@ -395,7 +395,7 @@ _REPLACED = (
 _DEPENDENT = (
     "`{optimizer}` in `setup` uses whole tensors, but ZeRO passes an optimizer slices of one flat tensor, so the "
     "results would differ. Use one that updates each element independently (SGD, Adam, "
-    "AdamW, RMSprop), or `strategy='ddp'` or 'fsdp'."
+    "AdamW, RMSprop), DeepSpeed's own `MuonWithAuxAdam`, or `strategy='ddp'` or 'fsdp'."
 )
 _IN_SHARDS = (
     "Stage 3 shards the parameters of a prepared module, so it cannot be copied or pickled on one rank. Copy the "
