@@ -143,6 +143,7 @@ class _Watch(Check):
         """Optimizers that were there at an earlier comparison, and so may have states."""
         self._gradients: dict[Fact, Value] = {}
         self._equal_after = ""
+        self._has_raised = False
         self._is_counted_here = False
         """Whether the present step is counted by itself, not by a backward."""
         self._batches = ""
@@ -223,7 +224,7 @@ class _Watch(Check):
             self._end_if_over()
 
     def closing(self) -> None:
-        if self._stepped:
+        if not self._has_raised:  # the program has caught it
             self._compare()
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -264,8 +265,9 @@ class _Watch(Check):
         when = ", ".join(f"step {number} of `{type(optimizer).__name__}`" for optimizer, number in stepped.items())
         when = f"after {when}" if when else "in a backward" if self._equal_after else "in a first backward"
         since = f"They were equal {self._equal_after}." if self._equal_after else "It is the first comparison."
+        self._has_raised = True
         found = compare(self._runtime.collective, facts, loss, data, self._drawn(), when, since)
-        self._equal_after = when
+        self._has_raised, self._equal_after = False, when
         return found
 
     def _drawn(self) -> str:
