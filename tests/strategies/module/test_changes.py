@@ -169,14 +169,15 @@ WHOLE = {
     "unused": DDPStrategy(find_unused_parameters=True),
     "views of buckets": DDPStrategy(gradient_as_bucket_view=True, bucket_bytes=64),
     "sharded optimizer": DDPStrategy(shard_optimizer=True),
-    "manual": ManualStrategy(parallelize=averaged),
 }
 SHARDED = {
     "fsdp": FSDPStrategy(),
     "fsdp, parts": FSDPStrategy(auto_wrap_policy={nn.Linear}),
     "hsdp": FSDPStrategy(device_mesh=(2, 1)),
     "model_parallel": ModelParallelStrategy(parallelize_fn=in_shards, shard=2),
+    "manual": ManualStrategy(parallelize=averaged),
 }
+"""Strategies that list the parameters once; `manual` does, though it shards none here."""
 
 
 @pytest.mark.slow
@@ -215,7 +216,7 @@ IN_NO_SHARD = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp", "model_parallel"])
+@pytest.mark.parametrize("name", ["fsdp", "model_parallel", "manual"])
 def test_layers_added_to_a_sharded_model_raise_at_the_next_forward(name: str) -> None:
     sentences = {"replace the head": "head", "append a layer": r"body\.4"}
     launch(SHARDED[name], refused, {change: IN_NO_SHARD.format(name=each) for change, each in sentences.items()})
