@@ -155,7 +155,7 @@ def dropout(loop: Loop, trial: Trial) -> Outcome:
     """
     torch.manual_seed(trial.seed)
     run = Run(loop, trial, trial.dropping())
-    for number, (tokens, _, indices) in enumerate(run.batches()):
+    for tokens, _, indices in run.batches():
         noise = torch.rand(64)
         outputs = run.model(features(trial, tokens)[0])
         run.step(outputs.to(trial.dtype).square().mean())
@@ -164,8 +164,6 @@ def dropout(loop: Loop, trial: Trial) -> Outcome:
         for (data, mine), (others_data, others) in combinations(of_ranks, 2):
             alike = [one == other for one, other in zip(mine, others, strict=True)]
             assert alike == [data == others_data] * 2, f"noise and dropout alike: {alike}; data {data}, {others_data}"
-        if number == 1:
-            torch.manual_seed(trial.seed)  # the same on all ranks, until the next batch
     return Outcome(losses=[])
 
 

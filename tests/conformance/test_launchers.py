@@ -73,6 +73,7 @@ class Noise(Dataset):
 
 
 def draw(fabric):
+    fabric.setup(torch.nn.Linear(1, 1))  # from the first batch on, ranks draw apart
     loader = fabric.setup_dataloaders(DataLoader(Noise(), batch_size=2, shuffle=True, num_workers=2))
     mine = {
         "torch": torch.rand(2),

@@ -792,7 +792,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
     ),
     "layerwise optimizer": ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded"),
     "optimizer with the norm of all gradients": ("ddp", "fsdp", "model_parallel", "manual"),
-    "line search": ("ddp", "fsdp", "model_parallel", "manual"),
+    "line search": ("ddp", "manual"),
     "clip_grad_norm_ of the optimizer's groups": ("ddp", "fsdp", "model_parallel", "manual"),
     "weights of the optimizer's groups changed in place": (
         *("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2"),
