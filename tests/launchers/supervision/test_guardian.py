@@ -97,7 +97,10 @@ def test_a_second_signal_ends_ranks_that_ignore_the_first(program: Path, word: s
         assert started.process.stderr is not None
         started.process.send_signal(signal.SIGINT)
         started_to_wait = os.read(started.process.stderr.fileno(), 4096).decode()
-        assert "Got SIGINT: rank 0, 1 may take up to 30 s to end, and longer for a save. Send it again to end them now." in started_to_wait
+        assert (
+            "Got SIGINT: rank 0, 1 may take up to 30 s to end, and longer for a save. Send it again to end them now."
+            in started_to_wait
+        )
         started.process.send_signal(signal.SIGINT)
         assert started.process.wait(30) == -signal.SIGINT
         assert all_gone(started) == {}
