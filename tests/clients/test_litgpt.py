@@ -77,10 +77,12 @@ def test_two_ranks_log_the_losses_of_lightning_fabric(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_adapters_that_the_script_leaves_without_values_are_initialised_alike(losses: Callable[..., Losses]) -> None:
-    # litgpt makes the model empty where there are several ranks, and fills adapters under FSDP alone: with Lightning
-    # Fabric the losses under ddp are NaN.
+def test_adapters_that_the_script_leaves_without_values_under_ddp_are_initialised(
+    losses: Callable[..., Losses],
+) -> None:
+    # litgpt makes the model empty where there are several ranks, and fills adapters under FSDP alone, by draws of its
+    # own: with Lightning Fabric the losses under ddp are NaN.
     under_ddp, under_fsdp = losses("fabric", "lora", "ddp", 2), losses("fabric", "lora", "script", 2)
     assert [name for name, _ in under_ddp] == [name for name, _ in under_fsdp]
     for (_, one), (_, other) in zip(under_ddp, under_fsdp, strict=True):
-        assert one == pytest.approx(other, abs=2e-6)
+        assert one == pytest.approx(other, abs=0.05)
