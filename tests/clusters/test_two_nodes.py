@@ -158,6 +158,6 @@ def test_ranks_that_wait_for_a_lost_machine_fail_long_before_their_timeout(
     output = running[0].communicate(timeout=100)[1]
     assert running[0].returncode == 1
     assert "RuntimeError: A collective of all ranks waits for a rank that has ended or cannot be reached" in output
-    assert "cannot be reached, on " in output
+    assert ": cannot be reached" in output
     running[1].terminate()  # the store was on the machine that it has lost: it waits for its timeout
     running[1].communicate(timeout=60)
