@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
 import torch
+from torch.utils.data import SequentialSampler
 
 from fabric.strategies.data.rng import Rng, Streams, digest, mix, preserved_rngs, read_all, write_all
 from fabric.strategies.data.take import length_of, once
@@ -55,6 +56,11 @@ class Drawn(Generic[T]):
     def sized(self) -> bool:
         """Whether the sampler has a length, so that all its items can be drawn."""
         return length_of(self._items) is not None
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether these are the indices in order, which need no random numbers, and may be very many."""
+        return type(getattr(self._items, "sampler", self._items)) is SequentialSampler
 
     def finish(self) -> None:
         """Draw all remaining items now. An iterator that is still in use yields them."""
@@ -288,9 +294,12 @@ class Order:
     def _after(self, epoch: Epoch) -> dict[str, Any]:
         """The states after this epoch, from which the next one is drawn."""
         drawn = epoch.drawn
-        if drawn is not None and self._seed_workers is not None and drawn.sized:
-            drawn.finish()
-        is_complete = drawn is None or drawn.ended  # otherwise ranks may have drawn different numbers of items
+        is_complete = drawn is None or drawn.draws_nothing
+        if drawn is not None and not is_complete:
+            if self._seed_workers is not None and drawn.sized:
+                drawn.finish()
+            is_complete = drawn.ended
+        # Otherwise ranks may have drawn different numbers of items.
         return self._by_name(epoch.streams.states if is_complete else self._seeded(epoch.number + 1))
 
     def _by_name(self, states: list[Any]) -> dict[str, Any]:
