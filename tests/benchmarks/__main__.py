@@ -12,7 +12,7 @@ import sys
 import rivals
 import torch
 from checkpoints import checkpoints
-from in_process import one_process, two_ranks
+from in_process import one_process, one_rank, two_ranks
 from numbers_cost import numbers
 from rich.console import Console
 from rich.table import Table
@@ -24,8 +24,9 @@ from fabric import Fabric
 
 
 def ranks() -> list[Row]:
-    """A tiny step and the collectives, on two ranks."""
-    return Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher="forkserver").launch(two_ranks) or []
+    """A tiny step on one DDP rank; a tiny step and the collectives on two."""
+    alone = Fabric(accelerator="cpu", strategy="ddp", devices=1, launcher="forkserver").launch(one_rank) or []
+    return alone + (Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher="forkserver").launch(two_ranks) or [])
 
 
 def exact_numbers() -> list[Row]:

@@ -82,8 +82,11 @@ def _plain_step(model: Any, optimizer: Any, loss_of: Loss) -> Step:
     return step
 
 
-def fsdp2(**degrees: int) -> Callable[[Fabric, Size], Step]:
-    """`fully_shard` of each block and of the root, over a mesh of such degrees."""
+def fsdp2(reshard_root: bool | None = None, **degrees: int) -> Callable[[Fabric, Size], Step]:
+    """`fully_shard` of each block and of the root, over a mesh of such degrees.
+
+    torch keeps the root gathered from forward to backward; the strategies reshard it, as `reshard_root=True` does.
+    """
 
     def make(fabric: Fabric, size: Size) -> Step:
         from torch.distributed.device_mesh import init_device_mesh
@@ -93,7 +96,7 @@ def fsdp2(**degrees: int) -> Callable[[Fabric, Size], Step]:
         mesh = init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
         for block in model:
             fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard_root)
         return _plain_step(model, SGD(model.parameters(), lr=1e-3, momentum=0.9), size.loss())
 
     return make
@@ -190,3 +193,9 @@ PAIRS: dict[str, tuple[Strategy, Callable[[Fabric, Size], Step]]] = {
     "ddp_sharded": (FairScaleShardedStrategy(), oss),
     "ddp_fully_sharded": (FairScaleFSDPStrategy(wrap=Block), fairscale_fsdp),
 }
+
+FLOORS = {
+    "fsdp": fsdp2(shard=2, reshard_root=True),
+    "hsdp": fsdp2(replicate=2, shard=1, reshard_root=True),
+}
+"""The backend used directly for the work that the strategy gives it, where torch's default does less."""

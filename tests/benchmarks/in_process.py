@@ -40,22 +40,33 @@ def one_process() -> list[Row]:
     return rows + batches
 
 
+def one_rank(ours: Fabric) -> list[Row]:
+    """The same step under DDP, alone."""
+    return _ddp_steps(ours, {}, "step of a tiny model, 1 DDP rank", "+10 us", repeat=200)
+
+
 def two_ranks(ours: Fabric) -> list[Row]:
     """The same step under DDP, and the collectives. Runs on every rank; every rank measures, rank 0 reports."""
+    others: dict[str, Any] = {}
+    if "LF" in rivals.installed():
+        others["LF"] = rivals.lightning("ddp", 2)
+    if "AC" in rivals.installed():
+        others["AC"] = rivals.accelerator()
+    rows = _ddp_steps(ours, others, "step of a tiny model, 2 DDP ranks", "as LF, AC", repeat=100)
+    return rows + _streams(ours) + _collectives(ours, others)
+
+
+def _ddp_steps(ours: Fabric, others: dict[str, Any], measurement: str, target: str, repeat: int) -> list[Row]:
     rivals.quiet()
     torch.set_num_threads(1)
     raw_model, raw_optimizer = _parts()
     parallel = nn.parallel.DistributedDataParallel(raw_model)
     steps: dict[str, Action] = {"raw": _raw_step((parallel, raw_optimizer)), "ours": _step(ours)}
-    others: dict[str, Any] = {}
-    if "LF" in rivals.installed():
-        others["LF"] = rivals.lightning("ddp", 2)
+    if "LF" in others:
         steps["LF"] = _step(others["LF"])
-    if "AC" in rivals.installed():
-        others["AC"] = rivals.accelerator()
+    if "AC" in others:
         steps["AC"] = _accelerate_step(others["AC"])
-    rows = race("step of a tiny model, 2 DDP ranks", steps, repeat=100, rounds=15, target="+5 us")
-    return rows + _streams(ours) + _collectives(ours, others)
+    return race(measurement, steps, repeat=repeat, rounds=25, target=target)
 
 
 class Samples(IterableDataset[torch.Tensor]):

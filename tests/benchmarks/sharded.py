@@ -13,9 +13,10 @@ import ctypes
 import logging
 import resource
 import warnings
+from collections.abc import Callable
 
 import torch
-from backends import PAIRS, Size, ours
+from backends import FLOORS, PAIRS, Size, Step, ours
 from timing import Row, in_order, rows, take_turns
 
 from fabric import Fabric
@@ -28,12 +29,15 @@ HEAP_BYTES, PAGES_BYTES = 2**25, 2**16
 
 
 def steps(num_launches: int = 6, num_rounds: int = 12) -> list[Row]:
-    """A step of each strategy, 2 ranks; variants take turns."""
+    """A step of each strategy, 2 ranks; variants take turns.
+
+    Without the sanitizer: it watches step 1 to 4, 8, 16 and so on, a third of so few. `numbers` measures it.
+    """
     found = []
     for name, (strategy, _) in PAIRS.items():
-        times: dict[str, list[float]] = {"raw": [], "ours": []}
+        times: dict[str, list[float]] = {variant: [] for variant in _makers(name)}
         for turn in range(num_launches):
-            ranks = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver")
+            ranks = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver", sanitize=False)
             for variant, mine in (ranks.launch(_race, name, turn, num_rounds) or {}).items():
                 times[variant] += mine
         found += rows(f"step, {name}, 2 ranks", times, TARGET)
@@ -55,10 +59,15 @@ def memory(num_rounds: int = 3) -> list[Row]:
     return found
 
 
+def _makers(name: str) -> dict[str, Callable[[Fabric, Size], Step]]:
+    floor = {"raw, root resharded": FLOORS[name]} if name in FLOORS else {}
+    return {"raw": PAIRS[name][1], "ours": ours, **floor}
+
+
 def _race(fabric: Fabric, name: str, turn: int, num_rounds: int) -> dict[str, list[float]]:
     _quiet()
     _allocate(HEAP_BYTES)
-    makers = {"raw": PAIRS[name][1], "ours": ours}
+    makers = _makers(name)
     steps = {variant: make(fabric, Size()) for variant, make in in_order(makers, turn)}
     return take_turns({variant: steps[variant] for variant in makers}, repeat=1, rounds=num_rounds)
 
