@@ -6,7 +6,7 @@ DistributedDataParallel is kept beside the user's module, and created again if t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, final
@@ -52,7 +52,8 @@ class DDPGradientSync(GradientSync):
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        if not self._is_arranged():  # all parameters are frozen: nothing to average
+        as_before = self.contents.is_as_it_was() and list(map(_state, self.contents.parameters)) == self.states
+        if not as_before and not self._is_arranged():  # all parameters are frozen: nothing to average
             output = function(*args, **kwargs)
         else:
             assert self.parallel is not None
@@ -60,10 +61,14 @@ class DDPGradientSync(GradientSync):
                 if self.options.static_graph and not self.synced:
                     raise RuntimeError(STATIC)
                 self.parallel.require_backward_grad_sync = self.synced
+            # Not `self.parallel(...)`: it has no hooks, and a module's `__call__` takes 1 us to look for them.
             if self.needs_all:
-                output = self.parallel(function, args, kwargs)
+                output = self.parallel.forward(function, args, kwargs)
             else:  # torch searches the outputs for the parameters behind them
-                output = conceal(self.parallel(lambda *args, **kwargs: expose(function(*args, **kwargs)), args, kwargs))
+                searched = self.parallel.forward(
+                    lambda *args, **kwargs: expose(function(*args, **kwargs)), args, kwargs
+                )
+                output = conceal(searched)
             self.expects_backward = self.expects_backward or self.synced
         if self.synced and self.parallel is not None and self.options.broadcast_buffers and any(self.contents.buffers):
             # Not before forward, as in torch: this way an evaluation finds equal buffers, and needs no message.
@@ -135,10 +140,16 @@ class DDPGradientSync(GradientSync):
         parameters = self.parameters
         if not self.expects_backward:  # also those that no forward has used yet
             parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        find_changed = _changes(parameters)
+        before = list(map(_grad, parameters))
+        versions: list[int] = []
+        if any(map(is_not, before, repeat(None))):
+            versions = [-1 if grad is None else grad._version for grad in before]
 
         def check() -> None:
-            changed = find_changed()
+            changed = list(map(is_not, map(_grad, parameters), before))
+            if versions and not all(changed):
+                for index, (parameter, version) in enumerate(zip(parameters, versions, strict=True)):
+                    changed[index] |= parameter.grad is not None and parameter.grad._version != version
             if not any(changed):
                 return
             if not self.expects_backward:
@@ -155,25 +166,6 @@ class DDPGradientSync(GradientSync):
                 )
 
         return check
-
-
-def _changes(parameters: Sequence[Tensor]) -> Callable[[], list[bool]]:
-    """A function that tells which gradients have changed since this call."""
-    before = list(map(_grad, parameters))
-    versions: list[int] = []
-    if any(map(is_not, before, repeat(None))):
-        versions = [-1 if grad is None else grad._version for grad in before]
-
-    def find() -> list[bool]:
-        changed = list(map(is_not, map(_grad, parameters), before))
-        if not versions or all(changed):
-            return changed
-        return [
-            new or (grad is not None and grad._version != version)
-            for new, grad, version in zip(changed, before, versions, strict=True)
-        ]
-
-    return find
 
 
 # torch 2.13 deprecates the second name; 2.9 has only that.

@@ -118,12 +118,9 @@ class _Method:
             return outside_of_graphs(self._run_compiled, self._function, args, kwargs)
         if _compiler() is not None:
             return _paused(self._run_compiled, self._function, args, kwargs)
-        return self._run(self._function, args, kwargs)
-
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._path.running = True
         try:
-            return self._around(function, args, kwargs)
+            return self._around(self._function, args, kwargs)
         finally:
             self._path.running = False
 
@@ -136,7 +133,11 @@ class _Method:
     def _run_compiled(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._path.uncompilable is not None:
             raise RuntimeError(self._path.uncompilable)
-        return self._run(function, args, kwargs)
+        self._path.running = True
+        try:
+            return self._around(function, args, kwargs)
+        finally:
+            self._path.running = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._given is not None:
