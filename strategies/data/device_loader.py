@@ -111,12 +111,16 @@ class DeviceLoader:
         """The restored position at which the latest iteration began."""
         self._epoch: int | None = None
         """The number that was passed to `set_epoch`, or restored."""
+        self._told: list[int | None] = [None for _ in reading.epochal]
+        """The epochs that the user's sampler and dataset were told by this loader."""
+        self._told_before = self._told
+        """Their epochs when the latest iteration began."""
         self.iteration = Iteration()
         """The latest iteration."""
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. It is counted at its second batch, its end, or a backward pass, whichever comes first."""
-        reading, self._has_begun = self._reading, True
+        reading, self._has_begun, self._told_before = self._reading, True, self._epochs()
         if self._is_spent():
             self.iteration = Iteration()
             return self.iteration.record(iter(()))
@@ -170,8 +174,7 @@ class DeviceLoader:
         self._epoch = epoch
         if self._reading.order is not None:
             self._reading.order.epoch = epoch
-        for part in self._reading.epochal:
-            part.set_epoch(epoch)
+        self._tell([epoch for _ in self._told])
 
     @property
     def reads_own_part(self) -> bool:
@@ -219,7 +222,9 @@ class DeviceLoader:
             state["part"] = [reading.part.index, reading.part.count]
             has_ended = self.iteration.only_repeats if restored is None else restored.has_ended
             state |= {"ended": True} if is_mid_epoch and has_ended else {}
-        return state
+        is_within = is_mid_epoch and (self.iteration.is_open or self.iteration.is_left)
+        told = self._told_before if is_within else self._epochs()
+        return state | ({"told": told} if any(epoch is not None for epoch in told) else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume where `state_dict` was called: the next iteration yields the remaining batches of the epoch.
@@ -231,6 +236,8 @@ class DeviceLoader:
         Raises: ValueError: the state is of a loader of another kind, over other data, or with other batches per step.
         """
         reading, position = self._reading, self.fitting(state_dict)
+        if "told" in state_dict:
+            self._tell(state_dict["told"])
         if reading.order is not None:
             reading.order.load_state_dict(position if reading.position is None else position | asdict(Position()))
         self._epoch = state_dict.get("epoch") if reading.order is None else reading.order.epoch
@@ -243,6 +250,7 @@ class DeviceLoader:
             is_spent=state_dict.get("spent", False),
         )
         if not self.iteration.is_open:
+            self.iteration.begin_again = self.__iter__
             self.iteration = Iteration()
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -254,7 +262,17 @@ class DeviceLoader:
         saved, here = (
             {name: name in state for name in ("loader", "order", "part")} for state in (state_dict, self._kind())
         )
-        if saved != here or (order is not None and len(state_dict["order"]["generators"]) != len(order.own)):
+        if saved["order"] and not {*state_dict, *state_dict["order"]} >= _ENTRIES:
+            raise ValueError(
+                "The checkpoint has the position of a loader as another version of torchfabric writes it. Leave the "
+                "loader out of the state that is loaded: its epoch then starts from the beginning."
+            )
+        told = state_dict.get("told", self._told)
+        if (
+            saved != here
+            or len(told) != len(self._told)
+            or (order is not None and len(state_dict["order"]["generators"]) != len(order.own))
+        ):
             raise ValueError(
                 f"The state of a loader that reads {_ways(saved)} was given to one that reads {_ways(here)}. Load it "
                 "into the same kind of loader and sampler, over the same data, with the same number of ranks."
@@ -269,6 +287,17 @@ class DeviceLoader:
         if order is None:
             return {}
         return self._recut(state_dict["order"], state_dict["cut"])
+
+    def _epochs(self) -> list[int | None]:
+        """The epochs of the user's sampler and dataset: their attribute `epoch`, or what this loader told them."""
+        epochs = [getattr(part, "epoch", None) for part in self._reading.epochal]
+        return [epoch if isinstance(epoch, int) else told for epoch, told in zip(epochs, self._told, strict=True)]
+
+    def _tell(self, epochs: list[int | None]) -> None:
+        self._told = epochs
+        for part, epoch in zip(self._reading.epochal, epochs, strict=True):
+            if epoch is not None:
+                part.set_epoch(epoch)
 
     @property
     def would_start(self) -> bool:
@@ -360,8 +389,7 @@ class DeviceLoader:
             else:  # the loader restores its end; `iter` begins the next epoch
                 position.state_dict()
         if self._epoch is not None:  # the restored state may have another
-            for part in self._reading.epochal:
-                part.set_epoch(self._epoch)
+            self._tell([self._epoch for _ in self._told])
 
     def _after(self, opened: Epoch, batches: Iterator[Any]) -> Iterator[Iterator[Any]]:
         """The batches of a stream after the position at which the epoch is resumed."""
@@ -388,6 +416,10 @@ class DeviceLoader:
         """Yield the batches, and count them: in the iteration, as `Iteration.record` does, and in the order."""
         index, progress = self._reading.index, self._reading.progress
         agreed, repeated = iteration.agreed, iteration.repeated
+        if iteration.begin_again is not None:
+            del batches  # whose workers end
+            yield from iteration.begin_again()
+            return
         with iteration.opened():
             first = list(islice(batches, 1))
             epoch, before = self._read_epoch(order, opened), order.standing
@@ -437,6 +469,8 @@ class DeviceLoader:
         return order.latest
 
 
+_ENTRIES = {"cut", "seed", "epoch", "start", "batches", "samples", "process", "generators"}
+"""What the state of a loader with an order has."""
 _UNEQUAL = (
     "A batch of the `{name}` had different numbers of samples on the ranks, as the last of an epoch may have, and "
     "`fabric.backward(loss)` averages over ranks: a mean over the batch counts samples of a smaller batch more. Write "

@@ -87,6 +87,8 @@ class Iteration:
         self.has_trained = False
         """Whether there was a backward pass or an optimizer step, once the loop has left the iteration."""
         self._num_updates_before = 0
+        self.begin_again: Callable[[], Iterator[Any]] | None = None
+        """Begins the iteration that takes its place, if a position was loaded after `iter`."""
 
     @property
     def num_own(self) -> int:
@@ -121,6 +123,10 @@ class Iteration:
     def record(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches, and count them."""
         agreed, repeated, progress = self.agreed, self.repeated, self._progress
+        if self.begin_again is not None:
+            del batches
+            yield from self.begin_again()
+            return
         with self.opened():
             for batch in batches:
                 self.num_batches += 1
