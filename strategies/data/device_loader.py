@@ -49,8 +49,6 @@ class Reading:
     """Replaces an iterable dataset."""
     announce: Callable[[Epoch], None] | None = None
     """Called with each epoch, before workers begin it."""
-    start: WorkerStart | None = None
-    """The `worker_init_fn` of `source`, if it has workers."""
     epochal: tuple[SupportsSetEpoch, ...] = ()
     """The objects whose `set_epoch` is called when the user calls that of the prepared loader."""
     device: torch.device | None = None
@@ -110,17 +108,15 @@ class DeviceLoader:
         self._begun_at: Restored | None = None
         """The restored position at which the latest iteration began."""
         self._epoch: int | None = None
-        """The number that was passed to `set_epoch`, or restored."""
-        self._told: list[int | None] = [None for _ in reading.epochal]
-        """The epochs that the user's sampler and dataset were told by this loader."""
-        self._told_before = self._told
-        """Their epochs when the latest iteration began."""
+        """The number that was passed to `set_epoch`, here or in the saved run."""
+        self._told_before: list[int | None] = []
+        """`_told` when the latest iteration began."""
         self.iteration = Iteration()
         """The latest iteration."""
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. It is counted at its second batch, its end, or a backward pass, whichever comes first."""
-        reading, self._has_begun, self._told_before = self._reading, True, self._epochs()
+        reading, self._has_begun, self._told_before = self._reading, True, self._told
         if self._is_spent():
             self.iteration = Iteration()
             return self.iteration.record(iter(()))
@@ -174,7 +170,8 @@ class DeviceLoader:
         self._epoch = epoch
         if self._reading.order is not None:
             self._reading.order.epoch = epoch
-        self._tell([epoch for _ in self._told])
+        for part in self._reading.epochal:
+            part.set_epoch(epoch)
 
     @property
     def reads_own_part(self) -> bool:
@@ -211,8 +208,6 @@ class DeviceLoader:
                 state["loader"] = reading.position.state_dict()
             if over is not None:
                 state |= {"over": over} | ({"spent": True} if is_spent else {})
-            if reading.order is None and self._epoch is not None:
-                state["epoch"] = self._epoch if restored is None else restored.epoch
         if reading.order is not None:
             state["order"] = reading.order.state_dict(is_mid_epoch=is_mid_epoch)
             if not getattr(self._loader, "in_order", True):  # which batches the loop has received is not known
@@ -223,8 +218,7 @@ class DeviceLoader:
             has_ended = self.iteration.only_repeats if restored is None else restored.has_ended
             state |= {"ended": True} if is_mid_epoch and has_ended else {}
         is_within = is_mid_epoch and (self.iteration.is_open or self.iteration.is_left)
-        told = self._told_before if is_within else self._epochs()
-        return state | ({"told": told} if any(epoch is not None for epoch in told) else {})
+        return state | {"told": self._told_before if is_within else self._told}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume where `state_dict` was called: the next iteration yields the remaining batches of the epoch.
@@ -236,17 +230,18 @@ class DeviceLoader:
         Raises: ValueError: the state is of a loader of another kind, over other data, or with other batches per step.
         """
         reading, position = self._reading, self.fitting(state_dict)
-        if "told" in state_dict:
-            self._tell(state_dict["told"])
         if reading.order is not None:
             reading.order.load_state_dict(position if reading.position is None else position | asdict(Position()))
-        self._epoch = state_dict.get("epoch") if reading.order is None else reading.order.epoch
+        self._epoch, *told = state_dict.get("told", [None])
+        for part, epoch in zip(reading.epochal, told, strict=False):
+            if epoch is not None:
+                part.set_epoch(epoch)
         self._resumes = True
         self._restored = Restored(
             loader=state_dict.get("loader"),
             over=state_dict.get("over"),
             has_ended=state_dict.get("ended", False),
-            epoch=self._epoch,
+            epoch=self._number,
             is_spent=state_dict.get("spent", False),
         )
         if not self.iteration.is_open:
@@ -267,12 +262,7 @@ class DeviceLoader:
                 "The checkpoint has the position of a loader as another version of torchfabric writes it. Leave the "
                 "loader out of the state that is loaded: its epoch then starts from the beginning."
             )
-        told = state_dict.get("told", self._told)
-        if (
-            saved != here
-            or len(told) != len(self._told)
-            or (order is not None and len(state_dict["order"]["generators"]) != len(order.own))
-        ):
+        if saved != here or (order is not None and len(state_dict["order"]["generators"]) != len(order.own)):
             raise ValueError(
                 f"The state of a loader that reads {_ways(saved)} was given to one that reads {_ways(here)}. Load it "
                 "into the same kind of loader and sampler, over the same data, with the same number of ranks."
@@ -288,16 +278,17 @@ class DeviceLoader:
             return {}
         return self._recut(state_dict["order"], state_dict["cut"])
 
-    def _epochs(self) -> list[int | None]:
-        """The epochs of the user's sampler and dataset: their attribute `epoch`, or what this loader told them."""
-        epochs = [getattr(part, "epoch", None) for part in self._reading.epochal]
-        return [epoch if isinstance(epoch, int) else told for epoch, told in zip(epochs, self._told, strict=True)]
+    @property
+    def _number(self) -> int | None:
+        """The number of the next epoch, if it is known."""
+        return self._epoch if self._reading.order is None else self._reading.order.epoch
 
-    def _tell(self, epochs: list[int | None]) -> None:
-        self._told = epochs
-        for part, epoch in zip(self._reading.epochal, epochs, strict=True):
-            if epoch is not None:
-                part.set_epoch(epoch)
+    @property
+    def _told(self) -> list[int | None]:
+        """The number that was passed to `set_epoch`; the epochs of the user's sampler and dataset: their attribute
+        `epoch`, which the program may have set, or else that number."""
+        epochs = [getattr(part, "epoch", None) for part in self._reading.epochal]
+        return [self._epoch, *(epoch if isinstance(epoch, int) else self._epoch for epoch in epochs)]
 
     @property
     def would_start(self) -> bool:
@@ -344,8 +335,8 @@ class DeviceLoader:
         return order | asdict(Position(start=order["samples"], samples=order["samples"]))
 
     def _begin(self) -> Iterator[Any]:
-        start = self._reading.start
-        with nullcontext() if start is None else start.starting():
+        start = getattr(self._reading.source, "worker_init_fn", None)
+        with start.starting() if isinstance(start, WorkerStart) else nullcontext():
             return iter(self._reading.source)
 
     @property
@@ -358,11 +349,11 @@ class DeviceLoader:
     def _is_spent(self) -> bool:
         """Whether the restored epoch is at its end, which the loop has not found. After this call it has."""
         restored, order = self._pending, self._reading.order
-        if restored is None or not restored.is_spent or restored.epoch != self._epoch:
+        if restored is None or not restored.is_spent or restored.epoch != self._number:
             return False
         if order is not None:
-            self._epoch = order.epoch = order.epoch + 1
-        self._restored = replace(restored, is_spent=False, epoch=self._epoch)
+            order.epoch += 1
+        self._restored = replace(restored, is_spent=False, epoch=self._number)
         return True
 
     def _restore(self) -> Restored:
@@ -373,7 +364,7 @@ class DeviceLoader:
         if restored is None:
             return Restored()
         self._resumes = True
-        over = restored.over or ("early" if self._epoch != restored.epoch else None)
+        over = restored.over or ("early" if self._number != restored.epoch else None)
         if reading.position is not None and restored.loader is not None:
             reading.position.load_state_dict(restored.loader)
         return restored if over is None else Restored(over=over)
@@ -389,7 +380,8 @@ class DeviceLoader:
             else:  # the loader restores its end; `iter` begins the next epoch
                 position.state_dict()
         if self._epoch is not None:  # the restored state may have another
-            self._tell([self._epoch for _ in self._told])
+            for part in self._reading.epochal:
+                part.set_epoch(self._epoch)
 
     def _after(self, opened: Epoch, batches: Iterator[Any]) -> Iterator[Iterator[Any]]:
         """The batches of a stream after the position at which the epoch is resumed."""

@@ -121,7 +121,7 @@ def process_dataloader(
         carry=carry or (one_ahead if ahead else one_by_one),
         report=report,
         progress=progress,
-        begin=(draw_apart, *reading.begin),
+        begin=(draw_apart, progress.restart_numbers, *reading.begin),
         trains=use == "train",
         resumes_left=use in ("train", "predict"),
     )
@@ -182,7 +182,7 @@ def _own(loader: Iterable[Any], setup: _Setup) -> Reading:
     else:
         whole = _whole(loader)
         items = _as_items(whole.source, setup.alone())
-        reading = replace(items, start=whole.start, epochal=whole.epochal, announce=whole.announce)
+        reading = replace(items, epochal=whole.epochal, announce=whole.announce)
     return replace(reading, part=setup.part)
 
 
@@ -190,9 +190,8 @@ def _whole(loader: Iterable[Any]) -> Reading:
     """The user's loader; only its `worker_init_fn` is replaced."""
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return Reading(source=loader, epochal=_epochal(loader, loader), position=own_position(loader))
-    start = WorkerStart(loader)
-    source = _copy(loader, worker_init_fn=start)
-    reading = Reading(source=source, start=start, epochal=_epochal(loader, source), position=own_position(source))
+    source = _copy(loader)
+    reading = Reading(source=source, epochal=_epochal(loader, source), position=own_position(source))
     return _reseeded(reading, source)
 
 
@@ -242,9 +241,7 @@ def _indexed(loader: DataLoader[Any], setup: _Setup) -> Reading:
         order=order,
         index=index,
         announce=start.announce if order.is_shared else None,
-        start=start,
         epochal=_epochal(loader, source),
-        begin=(setup.progress.restart_numbers,),
     )
 
 
@@ -295,11 +292,10 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
     if order.is_shared:
         described = {"dataset": describe_dataset(dataset), "length": length_of(dataset)}
         _agree(loader, described | {"num_workers": loader.num_workers}, order, states, setup)
-    start = WorkerStart(loader)
     if share.count > 1:
         part = split_stream(dataset, share)
         if isinstance(part, SplitStream):
-            return _own_part(loader, part, setup, start)
+            return _own_part(loader, part, setup)
         if not huggingface.is_iterable(dataset):
             first = describe_first_sample(parts_of(loader), dataset, seed)
             if not setup.ranks.same(first):
@@ -312,15 +308,13 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
         cut = SampleCut(share=share, uneven=setup.uneven, batch_size=batch_size, drop_last=loader.drop_last)
     drawn_here = order if loader.num_workers == 0 else None
     stream = PreparedStream(dataset, cut, order=drawn_here, is_reseeded=loader.persistent_workers)
-    source = _copy(loader, worker_init_fn=start, dataset=stream, batch_sampler=None)
+    source = _copy(loader, dataset=stream, batch_sampler=None)
     return Reading(
         source=source,
         order=order,
         stream=stream,
         announce=stream.announce,
-        start=start,
         epochal=_epochal(loader, source),
-        begin=(setup.progress.restart_numbers,),
     )
 
 
@@ -330,14 +324,14 @@ _SPLITS_ITSELF = (
 )
 
 
-def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start: WorkerStart) -> Reading:
-    source = _copy(loader, worker_init_fn=start, dataset=stream.part)
+def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup) -> Reading:
+    source = _copy(loader, dataset=stream.part)
     agreement = _equal_batches(source, stream.words, setup, exact=False)
     epochal = tuple({id(each): each for each in (*_epochal(loader, loader), *_epochal(source, source))}.values())
     position = own_position(source)
     reading = _as_items(source, setup.alone()) if position is None else Reading(source=source, position=position)
     begin = (*reading.begin, stream.set_epoch)
-    reading = replace(reading, start=start, epochal=epochal, begin=begin, part=setup.part, agreement=agreement)
+    reading = replace(reading, epochal=epochal, begin=begin, part=setup.part, agreement=agreement)
     return _reseeded(reading, source)
 
 
@@ -386,17 +380,18 @@ def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
         index=index,
         position=own_position(items),
         epochal=_epochal(items, items),
-        begin=(setup.progress.restart_numbers,),
     )
 
 
 def _copy(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
-    """A shallow copy of the user's loader with other attributes, without its iterator and workers.
+    """A shallow copy of the user's loader with other attributes, without its iterator and workers; its workers start
+    as `WorkerStart` says.
 
     `DataLoader` forbids to set these after its constructor, since an iterator may have read them; the copy has none.
     """
     duplicate = copy.copy(loader)
-    duplicate.__dict__.update(parts, _iterator=None, _IterableDataset_len_called=None)
+    replaced = {"worker_init_fn": WorkerStart(loader), "_iterator": None, "_IterableDataset_len_called": None}
+    duplicate.__dict__.update(replaced | parts)
     return duplicate
 
 
