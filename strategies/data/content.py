@@ -31,7 +31,6 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Sampler, S
 
 from fabric.strategies.data import huggingface
 from fabric.strategies.data.rng import Rng, digest, mix, preserved_rngs, read_all, seed_process
-from fabric.strategies.data.take import length_of
 from fabric.strategies.data.uneven import Votes
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.nests import is_tensor, leaves_in, opened
@@ -78,6 +77,7 @@ def agree_on_seed(
 
 def agree_on_loader(described: Mapping[str, Any], own: Sequence[Rng], ranks: Ranks) -> bool:
     """Check that all ranks have the same description; return whether the states of their generators are equal, too.
+    The keys are the names that an error shows.
 
     Ranks: all call it. Raises: ValueError: on every rank, if descriptions differ.
     """
@@ -98,16 +98,6 @@ def agree_on_loader(described: Mapping[str, Any], own: Sequence[Rng], ranks: Ran
         "stream. If each rank reads data of its own, or a part that was split before, pass "
         "`use_distributed_sampler=False`."
     )
-
-
-def describe(items: Iterable[Any], dataset: object, seed: int) -> dict[str, Any]:
-    """What must be equal on all ranks of a map-style loader. The keys are the names that an error shows."""
-    return {
-        "dataset": describe_dataset(dataset),
-        "sampler": type(items).__qualname__,
-        "length": length_of(items),
-        "first indices": describe_order(items, dataset, seed),
-    }
 
 
 def describe_dataset(dataset: object, depth: int = 4) -> str:

@@ -254,9 +254,9 @@ class DeviceLoader:
         Raises: ValueError: as `load_state_dict`.
         """
         part, order = self._reading.part, self._reading.order
-        saved, here = (
-            {name: name in state for name in ("loader", "order", "part")} for state in (state_dict, self._kind())
-        )
+        parts = {"loader": self._reading.position, "order": order, "part": part}
+        saved = {name: name in state_dict for name in parts}
+        here = {name: value is not None for name, value in parts.items()}
         if saved["order"] and not {*state_dict, *state_dict["order"]} >= _ENTRIES:
             raise ValueError(
                 "The checkpoint has the position of a loader as another version of torchfabric writes it. Leave the "
@@ -294,11 +294,6 @@ class DeviceLoader:
     def would_start(self) -> bool:
         """Whether `state_dict` would start the user's loader, as that of torchdata does, workers included."""
         return self._reading.position is not None and not self._resumes and not self._has_begun
-
-    def _kind(self) -> set[str]:
-        reading = self._reading
-        found = {"loader": reading.position, "order": reading.order, "part": reading.part}
-        return {name for name, value in found.items() if value is not None}
 
     def _cut(self) -> dict[str, int | None]:
         """How the order is divided into steps; `step`: number of items in each."""

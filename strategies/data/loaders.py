@@ -23,9 +23,9 @@ from fabric.strategies.data.content import (
     Ranks,
     agree_on_loader,
     agree_on_seed,
-    describe,
     describe_dataset,
     describe_first_sample,
+    describe_order,
     is_torchs,
 )
 from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch
@@ -113,8 +113,7 @@ def process_dataloader(
             agree_on_loader(described, [], setup.ranks)
         reading = _as_items(loader, setup)
     if distribute and reading.agreement is None and setup.evaluates_in_step and not _is_even(reading, setup):
-        name = type(loader).__name__
-        reading = replace(reading, agreement=_agreement(loader, name, setup))
+        reading = replace(reading, agreement=_agreement(loader, type(loader).__name__, setup))
     reading = replace(
         reading,
         device=device if accelerated else None,
@@ -229,7 +228,13 @@ def _indexed(loader: DataLoader[Any], setup: _Setup) -> Reading:
     is_seeded = loader.num_workers > 0
     name, index = index_source(loader, setup.share, setup.uneven, order, is_seeded=is_seeded)
     if order.is_shared:
-        _agree(loader, describe(items, loader.dataset, seed), order, states, setup)
+        described = {
+            "dataset": describe_dataset(loader.dataset),
+            "sampler": type(items).__qualname__,
+            "length": length_of(items),
+            "first indices": describe_order(items, loader.dataset, seed),
+        }
+        _agree(loader, described, order, states, setup)
         _refuse(index.cut, items)
     start = WorkerStart(loader)
     parts: dict[str, Any] = {"dataset": SeededDataset(loader.dataset)} if is_seeded else {}
