@@ -94,9 +94,9 @@ def agree_on_loader(described: Mapping[str, Any], own: Sequence[Rng], ranks: Ran
     raise ValueError(
         "The ranks were given different loaders, so some samples would be read twice and others never:\n"
         + "\n".join(lines)
-        + "\nBuild the same loader on every rank, over the whole dataset, and pass the same `seed` to `shuffle` of a "
-        "stream. If each rank reads data of its own, or a part that was split before, pass "
-        "`use_distributed_sampler=False`."
+        + "\nBuild the same loader on every rank, over the whole dataset: sort what is listed, seed alike what is "
+        "drawn, and pass the same `seed` to `shuffle` of a stream. If each rank reads data of its own, or a part "
+        "that was split before, pass `use_distributed_sampler=False`."
     )
 
 

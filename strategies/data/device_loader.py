@@ -183,7 +183,8 @@ class DeviceLoader:
 
         In the body of the loop, and after `break`, it is within the epoch; after the last batch, and after `break` with
         `use="validate"` or "test", at the start of the next epoch. Batches that workers have prefetched are not
-        counted. With `in_order=False` it is at the start of its epoch.
+        counted. With `in_order=False` it is at the start of its epoch. What `set_epoch` told the user's sampler and
+        dataset is in it, also if the program called it there and they show it as `epoch`.
         """
         return self._state(self._reading.resumes_left or self._pending is not None or not self.iteration.is_left)
 
