@@ -43,24 +43,20 @@ def seed_everything(seed: int, workers: bool = True) -> int:
 
 def device_rngs(devices: Iterable[torch.device]) -> list[Rng]:
     """The generators of devices that are in use, in their order. The CPU's is a generator of the process."""
-    return [rng for device in devices for rng in _device_rng(device)]
+    return [_device_rng(device) for device in devices if device.type != "cpu"]
 
 
-def _device_rng(device: torch.device) -> list[Rng]:
-    if device.type == "cpu":
-        return []
+def _device_rng(device: torch.device) -> Rng:
     if device.type == "xla":
         from fabric.strategies.xla.device import device_rng
 
-        return [Rng(*device_rng())]
+        return Rng(*device_rng())
     module = torch.get_device_module(device)
     if device.type == "mps":  # one device; its functions take no index
-        return [Rng(module.get_rng_state, module.set_rng_state, module.manual_seed)]
+        return Rng(module.get_rng_state, module.set_rng_state, module.manual_seed)
     index = device.index or 0
-    return [
-        Rng(
-            read=lambda: module.get_rng_state(index),
-            write=lambda state: module.set_rng_state(state, index),
-            seed=module.manual_seed_all,
-        )
-    ]
+    return Rng(
+        read=lambda: module.get_rng_state(index),
+        write=lambda state: module.set_rng_state(state, index),
+        seed=module.manual_seed_all,
+    )

@@ -40,6 +40,7 @@ def variables_of(world: World, environ: Mapping[str, str], num_cores: int) -> di
     at = world.rendezvous or Rendezvous(address="127.0.0.1", port=0, hosted=True)
     variables = {
         MARK: world.launcher,
+        "PYTHONHASHSEED": environ.get("PYTHONHASHSEED") or "0",  # one on all ranks: the order of a set of strings
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
         "LOCAL_RANK": str(world.local_rank),

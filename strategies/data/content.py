@@ -5,9 +5,12 @@ compared. Cost: a broadcast from rank 0 and an all-reduce of one number at set-u
 gathered only for the error. Nothing is sent later.
 
 No sample is loaded, but for the first one of a stream that ranks would split. A description has what can be read
-without that: indices of subsets, rows of tensors and lists, rows of Arrow tables, fields of torch's samplers. A custom
-dataset is described by its type and length alone, because `__getitem__` could open files that workers must not inherit.
-A custom sampler is copied, and the copy is drawn from.
+without that: indices of subsets, rows of tensors and lists, rows of Arrow tables, fields of torch's samplers. Of a
+custom dataset that is its length and rows of what its attributes hold; `__getitem__` is not called, because it could
+open files that workers must not inherit. A custom sampler is copied, and the copy is drawn from.
+
+Of what holds many rows, `NUM_ROWS` evenly spaced ones are read, and of each at most `NUM_ROWS` entries on each of four
+levels, `NUM_ROWS` numbers of a tensor and 256 characters of a string, whatever its size.
 """
 
 from __future__ import annotations
@@ -17,17 +20,17 @@ import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, IterableDataset, Sampler, StackDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Sampler, StackDataset, Subset, TensorDataset
 
 from fabric.strategies.data import huggingface
 from fabric.strategies.data.rng import Rng, digest, mix, preserved_rngs, read_all, seed_process
-from fabric.strategies.data.take import length_of
 from fabric.strategies.data.uneven import Votes
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.nests import is_tensor, leaves_in, opened
@@ -74,6 +77,7 @@ def agree_on_seed(
 
 def agree_on_loader(described: Mapping[str, Any], own: Sequence[Rng], ranks: Ranks) -> bool:
     """Check that all ranks have the same description; return whether the states of their generators are equal, too.
+    The keys are the names that an error shows.
 
     Ranks: all call it. Raises: ValueError: on every rank, if descriptions differ.
     """
@@ -90,37 +94,35 @@ def agree_on_loader(described: Mapping[str, Any], own: Sequence[Rng], ranks: Ran
     raise ValueError(
         "The ranks were given different loaders, so some samples would be read twice and others never:\n"
         + "\n".join(lines)
-        + "\nBuild the same loader on every rank, over the whole dataset, and pass the same `seed` to `shuffle` of a "
-        "stream. If each rank reads data of its own, or a part that was split before, pass "
-        "`use_distributed_sampler=False`."
+        + "\nBuild the same loader on every rank, over the whole dataset: sort what is listed, seed alike what is "
+        "drawn, and pass the same `seed` to `shuffle` of a stream. If each rank reads data of its own, or a part "
+        "that was split before, pass `use_distributed_sampler=False`."
     )
 
 
-def describe(items: Iterable[Any], dataset: object, seed: int) -> dict[str, Any]:
-    """What must be equal on all ranks of a map-style loader. The keys are the names that an error shows."""
-    return {
-        "dataset": describe_dataset(dataset),
-        "sampler": type(items).__qualname__,
-        "length": length_of(items),
-        "first indices": describe_order(items, dataset, seed),
-    }
-
-
-def describe_dataset(dataset: object) -> str:
-    """The type of a dataset, and some of its rows if they can be read without calling user code."""
-    name = type(dataset).__qualname__
+def describe_dataset(dataset: object, depth: int = 4) -> str:
+    """The type of a dataset, and some of its rows if they can be read without calling user code; of a custom one, of
+    the lists, arrays, tensors and datasets among its attributes."""
+    name, inner = type(dataset).__qualname__, partial(describe_dataset, depth=depth - 1)
+    if depth == 0:
+        return name
     if isinstance(dataset, Subset):
-        return f"{name}(indices {_rows(dataset.indices)} of {describe_dataset(dataset.dataset)})"
+        return f"{name}(indices {_rows(dataset.indices)} of {inner(dataset.dataset)})"
     if isinstance(dataset, (ConcatDataset, StackDataset)):
         parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
-        return f"{name}({', '.join(map(describe_dataset, parts))})"
+        return f"{name}({', '.join(map(inner, parts))})"
     if isinstance(dataset, TensorDataset):
         return f"{name}({', '.join(map(_rows, dataset.tensors))})"
     if huggingface.is_map_style(dataset):
         return f"{name}({_rows(dataset, huggingface.rows)})"
     if huggingface.is_iterable(dataset):
         return f"{name}({mix([describe_value(part) for part in huggingface.sources(dataset)]):016x})"
-    return f"{name}({_rows(dataset)})" if _is_sequence(dataset) else name
+    if _is_sequence(dataset) or _is_frame(dataset):
+        return f"{name}({_rows(dataset, _rows_of_frame if _is_frame(dataset) else None)})"
+    # A stream may have other attributes on each rank because it splits itself.
+    attributes = {} if isinstance(dataset, IterableDataset) else getattr(dataset, "__dict__", {})
+    held = [f"{key}: {inner(value)}" for key, value in sorted(attributes.items()) if _is_data(value)]
+    return f"{name}({', '.join(held)})" if held else name
 
 
 def describe_order(items: Iterable[Any], dataset: object, seed: int) -> str | None:
@@ -154,11 +156,14 @@ def describe_value(value: Any, depth: int = 4) -> str:
         return f"{math.copysign(1, value):.0f}e{math.frexp(value)[1]}" if TINY < abs(value) < math.inf else "0e0"
     if type(value).__module__ == "numpy" and not _is_array(value):
         return describe_value(value.item(), depth - 1) if depth else type(value).__qualname__
-    if isinstance(value, Tensor) and (value.is_meta or value.layout is not torch.strided):
-        return f"{value.dtype}{tuple(value.shape)}"
     if isinstance(value, Tensor) or _is_array(value):
-        return f"{value.dtype}{tuple(value.shape)}{describe_value(value.reshape(-1)[:NUM_SHOWN].tolist(), depth - 1)}"
-    if depth and isinstance(value, Mapping):
+        try:
+            chosen = value[tuple(slice(None, None, 1 + size // NUM_SHOWN) for size in value.shape)].reshape(-1)
+            numbers = chosen[:: 1 + len(chosen) // NUM_ROWS].tolist()
+        except (NotImplementedError, RuntimeError):  # on `meta`, sparse, nested, or of a dtype that is no number
+            return str(value.dtype)
+        return f"{value.dtype}{tuple(value.shape)}{describe_value(numbers, depth - 1)}"
+    if depth and isinstance(value, dict):
         return str({str(key): describe_value(entry, depth - 1) for key, entry in islice(value.items(), NUM_ROWS)})
     if depth and isinstance(value, (list, tuple)):
         return f"{len(value)}{[describe_value(entry, depth - 1) for entry in value[:NUM_ROWS]]}"
@@ -222,9 +227,24 @@ def _shown(items: Sequence[Any], fingerprint: int) -> str:
     return f"[{shown}{', ...' if len(items) > NUM_SHOWN else ''}] ({fingerprint:016x})"
 
 
-def _is_sequence(value: object) -> bool:
-    return type(value) in (list, tuple, range) or (isinstance(value, Tensor) and value.ndim > 0) or _is_array(value)
+def _rows_of_frame(frame: Any, places: list[int]) -> list[Any]:
+    return list(frame.iloc[places].to_numpy().tolist())
+
+
+def _is_data(value: object) -> bool:
+    return _is_sequence(value) or _is_frame(value) or isinstance(value, Dataset) or huggingface.is_map_style(value)
+
+
+def _is_sequence(value: Any) -> bool:
+    if type(value) is Tensor:
+        return value.ndim > 0 and value.layout is torch.strided and not value.is_nested
+    return type(value) in (list, tuple, range) or (_is_array(value) and value.ndim > 0)
 
 
 def _is_array(value: object) -> bool:
     return type(value).__module__ == "numpy" and type(value).__name__ in ("ndarray", "memmap")
+
+
+def _is_frame(value: object) -> bool:
+    """Whether this is a table or a column of pandas."""
+    return type(value).__module__.partition(".")[0] == "pandas" and type(value).__name__ in ("DataFrame", "Series")

@@ -49,8 +49,6 @@ class Reading:
     """Replaces an iterable dataset."""
     announce: Callable[[Epoch], None] | None = None
     """Called with each epoch, before workers begin it."""
-    start: WorkerStart | None = None
-    """The `worker_init_fn` of `source`, if it has workers."""
     epochal: tuple[SupportsSetEpoch, ...] = ()
     """The objects whose `set_epoch` is called when the user calls that of the prepared loader."""
     device: torch.device | None = None
@@ -110,13 +108,15 @@ class DeviceLoader:
         self._begun_at: Restored | None = None
         """The restored position at which the latest iteration began."""
         self._epoch: int | None = None
-        """The number that was passed to `set_epoch`, or restored."""
+        """The number that was passed to `set_epoch`, here or in the saved run."""
+        self._told_before: list[int | None] = []
+        """`_told` when the latest iteration began."""
         self.iteration = Iteration()
         """The latest iteration."""
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. It is counted at its second batch, its end, or a backward pass, whichever comes first."""
-        reading, self._has_begun = self._reading, True
+        reading, self._has_begun, self._told_before = self._reading, True, self._told
         if self._is_spent():
             self.iteration = Iteration()
             return self.iteration.record(iter(()))
@@ -183,7 +183,8 @@ class DeviceLoader:
 
         In the body of the loop, and after `break`, it is within the epoch; after the last batch, and after `break` with
         `use="validate"` or "test", at the start of the next epoch. Batches that workers have prefetched are not
-        counted. With `in_order=False` it is at the start of its epoch.
+        counted. With `in_order=False` it is at the start of its epoch. What `set_epoch` told the user's sampler and
+        dataset is in it, also if the program called it there and they show it as `epoch`.
         """
         return self._state(self._reading.resumes_left or self._pending is not None or not self.iteration.is_left)
 
@@ -208,8 +209,6 @@ class DeviceLoader:
                 state["loader"] = reading.position.state_dict()
             if over is not None:
                 state |= {"over": over} | ({"spent": True} if is_spent else {})
-            if reading.order is None and self._epoch is not None:
-                state["epoch"] = self._epoch if restored is None else restored.epoch
         if reading.order is not None:
             state["order"] = reading.order.state_dict(is_mid_epoch=is_mid_epoch)
             if not getattr(self._loader, "in_order", True):  # which batches the loop has received is not known
@@ -219,7 +218,8 @@ class DeviceLoader:
             state["part"] = [reading.part.index, reading.part.count]
             has_ended = self.iteration.only_repeats if restored is None else restored.has_ended
             state |= {"ended": True} if is_mid_epoch and has_ended else {}
-        return state
+        is_within = is_mid_epoch and (self.iteration.is_open or self.iteration.is_left)
+        return state | {"told": self._told_before if is_within else self._told}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume where `state_dict` was called: the next iteration yields the remaining batches of the epoch.
@@ -233,16 +233,20 @@ class DeviceLoader:
         reading, position = self._reading, self.fitting(state_dict)
         if reading.order is not None:
             reading.order.load_state_dict(position if reading.position is None else position | asdict(Position()))
-        self._epoch = state_dict.get("epoch") if reading.order is None else reading.order.epoch
+        self._epoch, *told = state_dict.get("told", [None])
+        for part, epoch in zip(reading.epochal, told, strict=False):
+            if epoch is not None:
+                part.set_epoch(epoch)
         self._resumes = True
         self._restored = Restored(
             loader=state_dict.get("loader"),
             over=state_dict.get("over"),
             has_ended=state_dict.get("ended", False),
-            epoch=self._epoch,
+            epoch=self._number,
             is_spent=state_dict.get("spent", False),
         )
         if not self.iteration.is_open:
+            self.iteration.begin_again = self.__iter__
             self.iteration = Iteration()
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -251,9 +255,14 @@ class DeviceLoader:
         Raises: ValueError: as `load_state_dict`.
         """
         part, order = self._reading.part, self._reading.order
-        saved, here = (
-            {name: name in state for name in ("loader", "order", "part")} for state in (state_dict, self._kind())
-        )
+        parts = {"loader": self._reading.position, "order": order, "part": part}
+        saved = {name: name in state_dict for name in parts}
+        here = {name: value is not None for name, value in parts.items()}
+        if saved["order"] and not {*state_dict, *state_dict["order"]} >= _ENTRIES:
+            raise ValueError(
+                "The checkpoint has the position of a loader as another version of torchfabric writes it. Leave the "
+                "loader out of the state that is loaded: its epoch then starts from the beginning."
+            )
         if saved != here or (order is not None and len(state_dict["order"]["generators"]) != len(order.own)):
             raise ValueError(
                 f"The state of a loader that reads {_ways(saved)} was given to one that reads {_ways(here)}. Load it "
@@ -271,14 +280,21 @@ class DeviceLoader:
         return self._recut(state_dict["order"], state_dict["cut"])
 
     @property
+    def _number(self) -> int | None:
+        """The number of the next epoch, if it is known."""
+        return self._epoch if self._reading.order is None else self._reading.order.epoch
+
+    @property
+    def _told(self) -> list[int | None]:
+        """The number that was passed to `set_epoch`; the epochs of the user's sampler and dataset: their attribute
+        `epoch`, which the program may have set, or else that number."""
+        epochs = [getattr(part, "epoch", None) for part in self._reading.epochal]
+        return [self._epoch, *(epoch if isinstance(epoch, int) else self._epoch for epoch in epochs)]
+
+    @property
     def would_start(self) -> bool:
         """Whether `state_dict` would start the user's loader, as that of torchdata does, workers included."""
         return self._reading.position is not None and not self._resumes and not self._has_begun
-
-    def _kind(self) -> set[str]:
-        reading = self._reading
-        found = {"loader": reading.position, "order": reading.order, "part": reading.part}
-        return {name for name, value in found.items() if value is not None}
 
     def _cut(self) -> dict[str, int | None]:
         """How the order is divided into steps; `step`: number of items in each."""
@@ -315,8 +331,8 @@ class DeviceLoader:
         return order | asdict(Position(start=order["samples"], samples=order["samples"]))
 
     def _begin(self) -> Iterator[Any]:
-        start = self._reading.start
-        with nullcontext() if start is None else start.starting():
+        start = getattr(self._reading.source, "worker_init_fn", None)
+        with start.starting() if isinstance(start, WorkerStart) else nullcontext():
             return iter(self._reading.source)
 
     @property
@@ -329,11 +345,11 @@ class DeviceLoader:
     def _is_spent(self) -> bool:
         """Whether the restored epoch is at its end, which the loop has not found. After this call it has."""
         restored, order = self._pending, self._reading.order
-        if restored is None or not restored.is_spent or restored.epoch != self._epoch:
+        if restored is None or not restored.is_spent or restored.epoch != self._number:
             return False
         if order is not None:
-            self._epoch = order.epoch = order.epoch + 1
-        self._restored = replace(restored, is_spent=False, epoch=self._epoch)
+            order.epoch += 1
+        self._restored = replace(restored, is_spent=False, epoch=self._number)
         return True
 
     def _restore(self) -> Restored:
@@ -344,7 +360,7 @@ class DeviceLoader:
         if restored is None:
             return Restored()
         self._resumes = True
-        over = restored.over or ("early" if self._epoch != restored.epoch else None)
+        over = restored.over or ("early" if self._number != restored.epoch else None)
         if reading.position is not None and restored.loader is not None:
             reading.position.load_state_dict(restored.loader)
         return restored if over is None else Restored(over=over)
@@ -388,6 +404,10 @@ class DeviceLoader:
         """Yield the batches, and count them: in the iteration, as `Iteration.record` does, and in the order."""
         index, progress = self._reading.index, self._reading.progress
         agreed, repeated = iteration.agreed, iteration.repeated
+        if iteration.begin_again is not None:
+            del batches  # whose workers end
+            yield from iteration.begin_again()
+            return
         with iteration.opened():
             first = list(islice(batches, 1))
             epoch, before = self._read_epoch(order, opened), order.standing
@@ -437,6 +457,8 @@ class DeviceLoader:
         return order.latest
 
 
+_ENTRIES = {"cut", "seed", "epoch", "start", "batches", "samples", "process", "generators"}
+"""What the state of a loader with an order has."""
 _UNEQUAL = (
     "A batch of the `{name}` had different numbers of samples on the ranks, as the last of an epoch may have, and "
     "`fabric.backward(loss)` averages over ranks: a mean over the batch counts samples of a smaller batch more. Write "

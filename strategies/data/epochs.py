@@ -52,21 +52,15 @@ class Drawn(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return chain.from_iterable(self._chunks())
 
-    @property
-    def sized(self) -> bool:
-        """Whether the sampler has a length, so that all its items can be drawn."""
-        return length_of(self._items) is not None
-
-    @property
-    def draws_nothing(self) -> bool:
-        """Whether these are the indices in order, which need no random numbers, and may be very many."""
-        return type(getattr(self._items, "sampler", self._items)) is SequentialSampler
-
-    def finish(self) -> None:
-        """Draw all remaining items now. An iterator that is still in use yields them."""
-        if not self.ended:
+    def is_complete(self, *, finish: bool) -> bool:
+        """Whether all items that need random numbers are drawn. `finish`: draw those that remain now, if their number
+        is known; an iterator that is still in use yields them."""
+        if type(getattr(self._items, "sampler", self._items)) is SequentialSampler:  # may be very many
+            return True
+        if finish and not self.ended and length_of(self._items) is not None:
             self._rest = self._draw(None)
             self.ended = True
+        return self.ended
 
     def _chunks(self) -> Iterator[list[T]]:
         count, step = self._reads
@@ -293,12 +287,7 @@ class Order:
 
     def _after(self, epoch: Epoch) -> dict[str, Any]:
         """The states after this epoch, from which the next one is drawn."""
-        drawn = epoch.drawn
-        is_complete = drawn is None or drawn.draws_nothing
-        if drawn is not None and not is_complete:
-            if self._seed_workers is not None and drawn.sized:
-                drawn.finish()
-            is_complete = drawn.ended
+        is_complete = epoch.drawn is None or epoch.drawn.is_complete(finish=self._seed_workers is not None)
         # Otherwise ranks may have drawn different numbers of items.
         return self._by_name(epoch.streams.states if is_complete else self._seeded(epoch.number + 1))
 

@@ -46,16 +46,7 @@ def split(dataset: Any, num_shards: int, index: int) -> tuple[Any, Callable[[], 
     """
     distributed = importlib.import_module("datasets.distributed")
     part = distributed.split_dataset_by_node(dataset, rank=index, world_size=num_shards)
-    told = dataset.epoch
-
-    def set_epoch() -> None:
-        nonlocal told
-        if dataset.epoch != told:
-            told = dataset.epoch
-            part.set_epoch(told)
-
-    part.set_epoch(told)
-    return part, set_epoch
+    return part, lambda: part.set_epoch(dataset.epoch)
 
 
 def sources(dataset: Any) -> list[Any]:

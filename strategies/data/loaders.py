@@ -23,9 +23,9 @@ from fabric.strategies.data.content import (
     Ranks,
     agree_on_loader,
     agree_on_seed,
-    describe,
     describe_dataset,
     describe_first_sample,
+    describe_order,
     is_torchs,
 )
 from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch
@@ -113,15 +113,14 @@ def process_dataloader(
             agree_on_loader(described, [], setup.ranks)
         reading = _as_items(loader, setup)
     if distribute and reading.agreement is None and setup.evaluates_in_step and not _is_even(reading, setup):
-        name = type(loader).__name__
-        reading = replace(reading, agreement=_agreement(loader, name, setup))
+        reading = replace(reading, agreement=_agreement(loader, type(loader).__name__, setup))
     reading = replace(
         reading,
         device=device if accelerated else None,
         carry=carry or (one_ahead if ahead else one_by_one),
         report=report,
         progress=progress,
-        begin=(draw_apart, *reading.begin),
+        begin=(draw_apart, progress.restart_numbers, *reading.begin),
         trains=use == "train",
         resumes_left=use in ("train", "predict"),
     )
@@ -182,7 +181,7 @@ def _own(loader: Iterable[Any], setup: _Setup) -> Reading:
     else:
         whole = _whole(loader)
         items = _as_items(whole.source, setup.alone())
-        reading = replace(items, start=whole.start, epochal=whole.epochal, announce=whole.announce)
+        reading = replace(items, epochal=whole.epochal, announce=whole.announce)
     return replace(reading, part=setup.part)
 
 
@@ -190,9 +189,8 @@ def _whole(loader: Iterable[Any]) -> Reading:
     """The user's loader; only its `worker_init_fn` is replaced."""
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return Reading(source=loader, epochal=_epochal(loader, loader), position=own_position(loader))
-    start = WorkerStart(loader)
-    source = _copy(loader, worker_init_fn=start)
-    reading = Reading(source=source, start=start, epochal=_epochal(loader, source), position=own_position(source))
+    source = _copy(loader)
+    reading = Reading(source=source, epochal=_epochal(loader, source), position=own_position(source))
     return _reseeded(reading, source)
 
 
@@ -230,7 +228,13 @@ def _indexed(loader: DataLoader[Any], setup: _Setup) -> Reading:
     is_seeded = loader.num_workers > 0
     name, index = index_source(loader, setup.share, setup.uneven, order, is_seeded=is_seeded)
     if order.is_shared:
-        _agree(loader, describe(items, loader.dataset, seed), order, states, setup)
+        described = {
+            "dataset": describe_dataset(loader.dataset),
+            "sampler": type(items).__qualname__,
+            "length": length_of(items),
+            "first indices": describe_order(items, loader.dataset, seed),
+        }
+        _agree(loader, described, order, states, setup)
         _refuse(index.cut, items)
     start = WorkerStart(loader)
     parts: dict[str, Any] = {"dataset": SeededDataset(loader.dataset)} if is_seeded else {}
@@ -242,9 +246,7 @@ def _indexed(loader: DataLoader[Any], setup: _Setup) -> Reading:
         order=order,
         index=index,
         announce=start.announce if order.is_shared else None,
-        start=start,
         epochal=_epochal(loader, source),
-        begin=(setup.progress.restart_numbers,),
     )
 
 
@@ -295,11 +297,10 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
     if order.is_shared:
         described = {"dataset": describe_dataset(dataset), "length": length_of(dataset)}
         _agree(loader, described | {"num_workers": loader.num_workers}, order, states, setup)
-    start = WorkerStart(loader)
     if share.count > 1:
         part = split_stream(dataset, share)
         if isinstance(part, SplitStream):
-            return _own_part(loader, part, setup, start)
+            return _own_part(loader, part, setup)
         if not huggingface.is_iterable(dataset):
             first = describe_first_sample(parts_of(loader), dataset, seed)
             if not setup.ranks.same(first):
@@ -312,15 +313,13 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
         cut = SampleCut(share=share, uneven=setup.uneven, batch_size=batch_size, drop_last=loader.drop_last)
     drawn_here = order if loader.num_workers == 0 else None
     stream = PreparedStream(dataset, cut, order=drawn_here, is_reseeded=loader.persistent_workers)
-    source = _copy(loader, worker_init_fn=start, dataset=stream, batch_sampler=None)
+    source = _copy(loader, dataset=stream, batch_sampler=None)
     return Reading(
         source=source,
         order=order,
         stream=stream,
         announce=stream.announce,
-        start=start,
         epochal=_epochal(loader, source),
-        begin=(setup.progress.restart_numbers,),
     )
 
 
@@ -330,14 +329,14 @@ _SPLITS_ITSELF = (
 )
 
 
-def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start: WorkerStart) -> Reading:
-    source = _copy(loader, worker_init_fn=start, dataset=stream.part)
+def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup) -> Reading:
+    source = _copy(loader, dataset=stream.part)
     agreement = _equal_batches(source, stream.words, setup, exact=False)
     epochal = tuple({id(each): each for each in (*_epochal(loader, loader), *_epochal(source, source))}.values())
     position = own_position(source)
     reading = _as_items(source, setup.alone()) if position is None else Reading(source=source, position=position)
     begin = (*reading.begin, stream.set_epoch)
-    reading = replace(reading, start=start, epochal=epochal, begin=begin, part=setup.part, agreement=agreement)
+    reading = replace(reading, epochal=epochal, begin=begin, part=setup.part, agreement=agreement)
     return _reseeded(reading, source)
 
 
@@ -386,17 +385,18 @@ def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
         index=index,
         position=own_position(items),
         epochal=_epochal(items, items),
-        begin=(setup.progress.restart_numbers,),
     )
 
 
 def _copy(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
-    """A shallow copy of the user's loader with other attributes, without its iterator and workers.
+    """A shallow copy of the user's loader with other attributes, without its iterator and workers; its workers start
+    as `WorkerStart` says.
 
     `DataLoader` forbids to set these after its constructor, since an iterator may have read them; the copy has none.
     """
     duplicate = copy.copy(loader)
-    duplicate.__dict__.update(parts, _iterator=None, _IterableDataset_len_called=None)
+    replaced = {"worker_init_fn": WorkerStart(loader), "_iterator": None, "_IterableDataset_len_called": None}
+    duplicate.__dict__.update(replaced | parts)
     return duplicate
 
 

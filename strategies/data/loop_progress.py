@@ -87,11 +87,13 @@ class Iteration:
         self.has_trained = False
         """Whether there was a backward pass or an optimizer step, once the loop has left the iteration."""
         self._num_updates_before = 0
+        self.begin_again: Callable[[], Iterator[Any]] | None = None
+        """Begins the iteration that takes its place, if a position was loaded after `iter`."""
 
     @property
     def num_own(self) -> int:
         """Number of batches received, without repeated ones."""
-        return self.num_batches if self.agreed is None else min(self.num_batches, self.agreed.num_read)
+        return self.num_batches if self.agreed is None else min(self.num_batches, self.agreed.supply.num_read)
 
     @property
     def is_left(self) -> bool:
@@ -106,21 +108,26 @@ class Iteration:
     @property
     def next_repeats(self) -> bool:
         """Whether the batch that the loop receives next, and that is read already, is a repeated one."""
-        return self.agreed is not None and self.num_batches >= self.agreed.num_read
+        return self.agreed is not None and self.num_batches >= self.agreed.supply.num_read
 
     @property
     def only_repeats(self) -> bool:
         """Whether a run that resumes after the latest batch has no batch of its own left in this epoch."""
-        return self.agreed is not None and not self.is_complete and self.next_repeats and self.agreed.is_repeating
+        supply = None if self.agreed is None or self.is_complete else self.agreed.supply
+        return supply is not None and self.next_repeats and supply.ended and supply.last is not None
 
     @property
     def has_rest(self) -> bool:
         """Whether this rank's data had not ended when the iteration did."""
-        return self.agreed is not None and self.agreed.has_rest
+        return self.agreed is not None and not self.agreed.supply.ended
 
     def record(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches, and count them."""
         agreed, repeated, progress = self.agreed, self.repeated, self._progress
+        if self.begin_again is not None:
+            del batches
+            yield from self.begin_again()
+            return
         with self.opened():
             for batch in batches:
                 self.num_batches += 1

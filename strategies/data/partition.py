@@ -54,10 +54,8 @@ class Cut(ABC):
 
     def is_even(self, num_items: int) -> bool:
         """Whether all ranks get the same number of batches, of `num_items` items."""
-        last = Share(index=self.share.count - 1, count=self.share.count)
-        return replace(self, share=Share(count=last.count)).length(num_items) == replace(self, share=last).length(
-            num_items
-        )
+        first, last = Share(count=self.share.count), Share(index=self.share.count - 1, count=self.share.count)
+        return len({replace(self, share=share).length(num_items) for share in (first, last)}) == 1
 
     @abstractmethod
     def refuse(self, num_items: int) -> str | None:

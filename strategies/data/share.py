@@ -25,10 +25,7 @@ class Share:
     count: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.index < self.count:
-            raise ValueError(
-                f"`Share(index={self.index}, count={self.count})`: `index` is between 0 and {self.count - 1}."
-            )
+        assert 0 <= self.index < self.count
 
     def of(self, items: Sequence[T]) -> Sequence[T]:
         """This share of `items`: contiguous, in order, and at most one longer than any other share."""

@@ -26,30 +26,14 @@ _NOTHING = -_NOTHING_OF_ONE
 """The vote of a rank that has no batch to repeat: negative in sum, whatever the others vote."""
 
 
-@final
+@dataclass(frozen=True, slots=True)
 class Agreed:
     """One iteration over the batches of this rank, for as many steps as the ranks agree on."""
 
-    def __init__(self, supply: _Supply, steps: Callable[[Agreed], Iterator[Any]]) -> None:
-        self._supply = supply
-        self.factors: deque[float] = deque()
-        """For each batch that the loop has not received yet: the factor of its loss, see `RepeatedBatches`."""
-        self.batches = steps(self)
-
-    @property
-    def num_read(self) -> int:
-        """Number of batches read, without repeated ones."""
-        return self._supply.num_read
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether this rank has not read its data to the end."""
-        return not self._supply.ended
-
-    @property
-    def is_repeating(self) -> bool:
-        """Whether this rank has read its data to the end, and repeats its last batch."""
-        return self._supply.ended and self._supply.last is not None
+    supply: Supply
+    factors: deque[float]
+    """For each batch that the loop has not received yet: the factor of its loss, see `RepeatedBatches`."""
+    batches: Iterator[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +79,10 @@ class Agreement:
         different numbers of batches to evaluate, or nothing to repeat under `"repeat"`.
         """
         self._iterations += 1
-        supply = _Supply(batches, example if self.repeats else None, has_ended)
-        number = self._iterations
-        return Agreed(supply, lambda agreed: self._agreed(supply, number, agreed.factors))
+        supply, factors = Supply(batches, example if self.repeats else None, has_ended), deque[float]()
+        return Agreed(supply, factors, self._agreed(supply, self._iterations, factors))
 
-    def _agreed(self, supply: _Supply, iteration: int, factors: deque[float]) -> Iterator[Any]:
+    def _agreed(self, supply: Supply, iteration: int, factors: deque[float]) -> Iterator[Any]:
         drawn = supply.draw()
         wait = self._ask(drawn.vote, iteration, 0)
         for step in count():
@@ -134,7 +117,7 @@ class Agreement:
         self._awaited = wait
         return wait
 
-    def _is_taken(self, have: float, vote: int, supply: _Supply, step: int) -> bool:
+    def _is_taken(self, have: float, vote: int, supply: Supply, step: int) -> bool:
         """Whether the ranks take this step, for which `have` of them have a batch of their own."""
         if have == self._votes.size or (have > 0 and self._uneven == "repeat"):
             return True
@@ -202,7 +185,7 @@ class _Drawn(NamedTuple):
 
 
 @final
-class _Supply:
+class Supply:
     """One rank's batches of one iteration; at their end the last one again, if `example` is given."""
 
     def __init__(self, batches: Iterator[Any], example: Callable[[], Any] | None, has_ended: bool) -> None:
@@ -212,6 +195,7 @@ class _Supply:
         self.num_read = 0
         """Number of batches read, without repeated ones."""
         self.ended = has_ended
+        """Whether this rank's data was read to its end."""
 
     def draw(self) -> _Drawn:
         """The next batch; `_END` if there is none."""

@@ -23,7 +23,9 @@ def function(world, word):
         store = join(world, 60, print)
         store.set(f"from {world.rank}", f"{number}.{world.rank}")
         read.append([store.get(f"from {rank}").decode() for rank in range(world.size)])
-    return place(world) | {"word": word, "read": read, "large": bytes([world.rank]) * 10_000_000}
+    store.set(f"hash of {world.rank}", str(hash("a")))
+    hashes = {store.get(f"hash of {rank}") for rank in range(world.size)}
+    return place(world) | {"word": word, "read": read, "hashes": len(hashes), "large": bytes([world.rank]) * 10_000_000}
 
 def place(world):
     return {"rank": world.rank, "size": world.size, "local_rank": world.local_rank, "launcher": world.launcher,
@@ -92,6 +94,11 @@ def test_a_rank_finds_its_own_world_in_its_environment(word: str, size: int) -> 
 def test_all_ranks_connect_twice(word: str, size: int) -> None:
     (result,) = outcome(word, size, "launch")
     assert result["read"] == [[f"{number}.{rank}" for rank in range(size)] for number in range(2)]
+
+
+@pytest.mark.parametrize(("word", "size"), STARTING)
+def test_a_string_has_one_hash_on_all_ranks(word: str, size: int) -> None:
+    assert outcome(word, size, "launch")[0]["hashes"] == 1
 
 
 @pytest.mark.parametrize(("word", "size"), STARTING)

@@ -87,9 +87,12 @@ def resume(fabric: Fabric, folder: str) -> list[str]:
     wrong = []
     for name, make in STATEFUL.items():
         torch.manual_seed(1)
-        whole = read(fabric.setup_dataloaders(make(fabric)))
+        loader = fabric.setup_dataloaders(make(fabric))
+        loader.set_epoch(1)
+        whole = read(loader)
         torch.manual_seed(1)
         loader = fabric.setup_dataloaders(make(fabric))
+        loader.set_epoch(1)
         batches = iter(loader)
         head = read(next(batches) for _ in range(2))
         fabric.save(f"{folder}/{name}", {"loaders": [loader], "step": 2})

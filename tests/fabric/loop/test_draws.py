@@ -60,10 +60,12 @@ def augment(fabric: Fabric, num_workers: int) -> dict[str, list[bool]]:
     found["after it"] = alike(noise(fabric, num_workers))
     found["in the loop"] = alike(draw(fabric))
     fabric.setup(nn.Linear(2, 2))
-    torch.manual_seed(6)
-    found["seeded alike"] = alike(noise(fabric, num_workers))[:1]
-    torch.manual_seed(6 + fabric.global_rank)
-    found["seeded by rank"] = alike(noise(fabric, num_workers))[:1]
+    seed(6)
+    found["seeded alike"] = alike(noise(fabric, num_workers))
+    seed(6 + fabric.global_rank)
+    found["seeded by rank"] = alike(noise(fabric, num_workers))
+    seed(6), random.seed(fabric.global_rank), np.random.seed(fabric.global_rank)
+    found["all but torch seeded by rank"] = alike(noise(fabric, num_workers))
     return found
 
 
@@ -76,8 +78,10 @@ def test_ranks_augment_apart_once_a_model_is_set_up_and_as_the_user_seeds_them(n
             "data made after it": [True] * 3,
             "after it": [False] * 3,
             "in the loop": [False] * 3,
-            "seeded alike": [True],
-            "seeded by rank": [False],
+            "seeded alike": [True] * 3,
+            "seeded by rank": [False] * 3,
+            # as in torch, all generators of a worker are seeded from torch's
+            "all but torch seeded by rank": [True, num_workers > 0, num_workers > 0],
         }
 
 

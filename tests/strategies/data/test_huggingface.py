@@ -169,7 +169,7 @@ def test_a_table_that_is_already_split_is_refused_and_read_whole_on_request() ->
     with pytest.raises(
         ValueError,
         match=r"(?s)rank 0: dataset Dataset\(13 rows, the first .*\n  rank 1: .*\nBuild the same loader on every rank, "
-        r"over the whole dataset, and .* If each rank reads .* split before, pass `use_distributed_sampler=False`\.",
+        r"over the whole dataset: .* If each rank reads .* split before, pass `use_distributed_sampler=False`\.",
     ):
         share_out(make, 2)
     assert flat(read(share_out(make, 2, distribute=False))) == list(range(SIZE))

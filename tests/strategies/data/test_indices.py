@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from shares import in_order, read, share_out
@@ -20,6 +21,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -454,6 +456,57 @@ def test_ranks_given_different_loaders_raise_with_what_each_was_given() -> None:
         share_out(lambda rank: DataLoader(Numbers(4), 2, sampler=orders[rank]), 2)
     with pytest.raises(ValueError, match=r"(?s)rank 0: sampler RandomSampler.*rank 1: sampler SequentialSampler"):
         share_out(lambda rank: DataLoader(Numbers(4), 2, shuffle=rank == 0), 2)
+
+
+class Custom(Dataset[Any]):
+    """Keeps its samples in an attribute."""
+
+    def __init__(self, held: Any, *more: Any) -> None:
+        self.samples, self.more = held, more
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("a sample was loaded")
+
+
+def shuffled(rank: int) -> list[int]:
+    return np.random.default_rng(rank).permutation(200).tolist()
+
+
+HELD: dict[str, Callable[[list[int]], Any]] = {
+    "a list": lambda order: Custom([(f"folder/{number}.png", number % 10) for number in order]),
+    "a tuple of strings": lambda order: Custom(tuple(f"{number}" for number in order)),
+    "an array": lambda order: Custom(np.array(order)),
+    "a tensor": lambda order: Custom(torch.arange(600).reshape(200, 3)[order]),
+    "a table": lambda order: Custom(pandas.DataFrame({"name": [f"{number}" for number in order]})),
+    "a subset of it": lambda order: Subset(Custom(order), range(100)),
+    "a dataset within it": lambda order: Custom(Custom(order)),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_custom_datasets_that_hold_their_samples_in_another_order_on_each_rank_raise(name: str) -> None:
+    with pytest.raises(ValueError, match=r"(?s)different loaders.*rank 0: dataset (.*)\n  rank 1: dataset (?!\1\n)"):
+        share_out(lambda rank: DataLoader(HELD[name](shuffled(rank)), 2), 2)
+    share_out(lambda rank: DataLoader(HELD[name](shuffled(7)), 2), 2)
+
+
+def test_what_is_no_data_of_a_custom_dataset_may_differ_by_rank_and_everything_may_be_held() -> None:
+    class Own(list[int]):
+        def __len__(self) -> int:
+            raise AssertionError("code of the user was run")
+
+    def make(rank: int) -> Any:
+        dataset = Custom(range(4), torch.eye(3).to_sparse(), torch.ones(3, device="meta"), np.array(3))
+        dataset.own = Own([rank])  # type: ignore[attr-defined]
+        dataset.itself = Subset(dataset, [0])  # type: ignore[attr-defined]
+        dataset.rank, dataset.cache, dataset.generator = rank, {rank: rank}, random.Random(rank)  # type: ignore[attr-defined]
+        dataset.large = torch.zeros(1).expand(2**40)  # type: ignore[attr-defined]
+        return DataLoader(dataset, 2)
+
+    share_out(make, 2)
 
 
 def test_a_distributed_sampler_is_left_as_it_is_and_a_wrong_one_is_an_error() -> None:

@@ -136,6 +136,21 @@ def test_a_look_at_one_batch_of_a_resumed_loader_does_not_move_it(name: str) -> 
     assert first(again, 9) == rest
 
 
+@pytest.mark.parametrize("name", LOADERS)
+def test_an_iterator_that_was_made_before_the_state_was_loaded_begins_where_it_was_saved(name: str) -> None:
+    loader, _ = prepared(name)
+    batches = iter(loader)
+    first(batches, 3)
+    state = copy.deepcopy(loader.state_dict())
+    rest, following = first(batches, 9), first(loader, 9)
+    resumed, _ = prepared(name)
+    early = iter(resumed)
+    resumed.load_state_dict(state)
+    assert len(rest) == 7
+    assert first(early, 9) == rest
+    assert first(resumed, 9) == following
+
+
 def windows(loader: Any, numbers: LoopProgress) -> Iterator[list[Any]]:
     return Accumulation().windows(loader, 4, nullcontext, numbers.ahead)  # type: ignore[arg-type,return-value]
 

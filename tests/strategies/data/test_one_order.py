@@ -25,6 +25,7 @@ from torch.utils.data import (
 
 from fabric import Fabric
 from fabric.strategies import ModelParallelStrategy
+from fabric.strategies.data.loop_progress import LoopProgress
 
 SIZE = 42
 
@@ -142,6 +143,22 @@ def test_ranks_read_the_global_batches_of_one_process(name: str, count: int, wor
         next(iter(loaders[-1]))  # a look on one rank changes nothing
         seed(epoch)  # nor does what ranks draw
         assert in_order(read(loaders)) == expected[epoch], epoch
+
+
+@pytest.mark.parametrize("name", ["shuffled", "shuffled by a generator"])
+def test_ranks_that_evaluate_alone_train_in_one_order(name: str) -> None:
+    progress = [LoopProgress() for _ in range(2)]
+    seed(7)
+    training = share_out(lambda _: LOADERS[name](batch_size=4), 2, numbers=progress)
+    evaluation = share_out(lambda _: LOADERS["in order"](batch_size=4), 2, "validate", numbers=progress)
+    seed(7)
+    alone = LOADERS[name](batch_size=8), LOADERS["in order"](batch_size=8)
+    for epoch in range(3):
+        found = in_order(read(training))
+        assert sorted(found) == list(range(SIZE))
+        if epoch == 0 or name == "shuffled by a generator":  # the evaluation of one process draws from its generator
+            assert found == [sample for batch in alone[0] for sample in batch.tolist()]
+        list(evaluation[0]), list(alone[1])
 
 
 def first_experiment(fabric: Fabric | None, batch_size: int) -> list[float]:

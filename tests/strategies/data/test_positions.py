@@ -320,6 +320,87 @@ def test_an_epoch_that_the_user_chooses_begins_with_its_first_batch() -> None:
         assert len(list(loader)) == num_batches
 
 
+class Told:
+    """An order that follows from the epoch alone, known by a name of its own."""
+
+    def __init__(self) -> None:
+        self.rotation = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.rotation = 7 * epoch
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        return (number for start in [self.rotation] for number in [*range(start, 40), *range(start)])
+
+
+class Shown(Told):
+    """Its epoch is known, as that of torch's `DistributedSampler`."""
+
+    def __init__(self) -> None:
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.rotation = epoch, 7 * epoch
+
+
+class Advancing(Shown):
+    """Sets the next epoch itself, once all indices are drawn."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+
+class ToldStream(Shown, IterableDataset[int]):
+    """A stream that is told its epoch."""
+
+
+TOLD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "loader": (lambda: DataLoader(Numbers(40), 4, sampler=Told()), lambda loader: loader),
+    "sampler": (lambda: DataLoader(Numbers(40), 4, sampler=Shown()), lambda loader: loader.sampler),
+    "advancing": (lambda: DataLoader(Numbers(40), 4, sampler=Advancing()), lambda loader: loader.sampler),
+    "loader with workers": (lambda: DataLoader(Numbers(40), 4, sampler=Told(), num_workers=1), lambda loader: loader),
+    "dataset": (lambda: DataLoader(ToldStream(), 4), lambda loader: loader.dataset),
+    "stateful": (lambda: StatefulDataLoader(ToldStream(), 4), lambda loader: loader),
+}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", TOLD)
+def test_the_epoch_that_the_user_has_set_is_in_the_position(name: str, count: int) -> None:
+    make, told = TOLD[name]
+    loaders = share_out(lambda _: make(), count)
+    for loader in loaders:
+        told(loader).set_epoch(2)
+    heads, states = stopped(loaders, 3)
+    _, again = stopped(resumed(make, count, states), 1)
+    rests = read(resumed(make, count, again))
+    loaders = resumed(make, count, states)
+    order = [number % 40 for number in range(14, 54)]
+    assert [head[0][0] for head in heads] == [order[4 * rank] for rank in range(count)]
+    assert in_order(rests) == order[16 * count :]
+    assert in_order(read(loaders)) == order[12 * count :]
+    following = 21 if name == "advancing" else 14
+    assert in_order(read(loaders)) == [number % 40 for number in range(following, following + 40)]
+
+
+@pytest.mark.parametrize("name", ["shuffled", "by a generator", "stream"])
+def test_an_iterator_that_was_made_before_the_position_was_loaded_begins_there(name: str) -> None:
+    make = LOADERS[name]
+    _, states = stopped(share_out(lambda _: make(), 1), 3)
+    expected = read(resumed(make, 1, states))
+    (early,) = share_out(lambda _: make(), 1)
+    batches = iter(early)
+    load(early, states[0])
+    assert len(expected[0]) == 9
+    assert read([batches]) == expected  # type: ignore[list-item]
+    assert len(read([early])[0]) == 12
+
+
 def test_a_state_that_was_loaded_is_that_of_the_loader() -> None:
     _, states = stopped(share_out(lambda _: DataLoader(Numbers(40), 4, shuffle=True), 1), 7)
     (loader,) = resumed(lambda: DataLoader(Numbers(40), 4, shuffle=True), 1, states)
@@ -333,6 +414,10 @@ def test_a_position_in_other_data_is_an_error() -> None:
     (loader,) = share_out(lambda _: DataLoader(Numbers(41), 4), 1)
     with pytest.raises(ValueError, match="a loader over 40 samples, and this `DataLoader` has 41"):
         loader.load_state_dict(state)
+    for missing in ("process", "generators"):
+        older = {**state, "order": {name: value for name, value in state["order"].items() if name != missing}}
+        with pytest.raises(ValueError, match="the position of a loader as another version of torchfabric writes it"):
+            loader.load_state_dict(older)
     _, ((state, _),) = stopped(share_out(lambda _: DataLoader(Stream(40), 4), 1), 7)
     (loader,) = share_out(lambda _: DataLoader(Stream(40), 5), 1)
     with pytest.raises(ValueError, match="read 4 samples per step on 1 ranks, and this `DataLoader` reads 5 on 1"):

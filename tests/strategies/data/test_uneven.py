@@ -112,7 +112,7 @@ def test_what_a_loop_may_change_is_not_read_ahead() -> None:
 def test_one_batch_is_read_ahead_where_that_was_said() -> None:
     def body(collective: Collective) -> list[int]:
         agreed = Agreement("stop", votes_over(collective), "parts", print, ahead=True)(iter(range(9)), lambda: None)
-        return [agreed.num_read - step for step, _ in enumerate(agreed.batches, 1)]
+        return [agreed.supply.num_read - step for step, _ in enumerate(agreed.batches, 1)]
 
     assert run_threads(2, body) == [[1] * 8 + [0]] * 2
 
