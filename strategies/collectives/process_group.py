@@ -352,7 +352,7 @@ class TorchCollective(CarriesObjects):
             self._read_last()
         try:
             return function(*args, group=group, **to)
-        except CollectiveError:  # of `comparing.py`
+        except CollectiveError:  # of `c10d_check.py`
             raise
         except (RuntimeError, ValueError) as error:
             raise self._failure(operation, tensor, error) from error
@@ -398,7 +398,7 @@ def _message(numbers: Sequence[float]) -> Tensor:
 
 
 def sum_message(message: Tensor, group: ProcessGroup) -> None:
-    """The all-reduce of a comparison: not compared itself, see `comparing.py`."""
+    """The all-reduce of a comparison: not compared itself, see `c10d_check.py`."""
     group.allreduce([message]).wait()
 
 
