@@ -154,20 +154,19 @@ def broadcast_gives_every_rank_the_tensor_of_the_source(collective: Collective, 
                 assert got.data_ptr() == tensors[src].data_ptr()
 
 
-def fill_overwrites_each_tensor_with_that_of_its_source(collective: Collective, rng: random.Random) -> None:
-    sources = [rng.randrange(collective.size) for _ in range(NUM_DRAWS)]
-    dtypes = [rng.choice(REALS + INTEGERS + OTHERS) for _ in sources]
+def fill_overwrites_each_tensor_with_that_of_rank_zero(collective: Collective, rng: random.Random) -> None:
+    dtypes = [rng.choice(REALS + INTEGERS + OTHERS) for _ in range(NUM_DRAWS)]
     tensors = [draw_tensors(rng, collective.size, draw_shape(rng), dtype) for dtype in dtypes]
     mine = [of_ranks[collective.rank] for of_ranks in tensors]
-    expected = [of_ranks[src].tolist() for of_ranks, src in zip(tensors, sources, strict=True)]
-    collective.fill(mine, sources)
+    expected = [of_ranks[0].tolist() for of_ranks in tensors]
+    collective.fill(mine)
     assert [tensor.tolist() for tensor in mine] == expected
 
 
 def fill_is_past_autograd(collective: Collective, rng: random.Random) -> None:
     weight = torch.tensor([2.0], requires_grad=True)
     loss = (weight * weight).sum()
-    collective.fill([weight], [0])
+    collective.fill([weight])
     loss.backward()
     assert weight.grad is not None
 
@@ -409,7 +408,7 @@ BODIES: tuple[Body, ...] = (
     the_mean_of_integers_and_booleans_is_exact_and_in_floating_point,
     the_mean_of_halves_does_not_overflow_on_the_way,
     broadcast_gives_every_rank_the_tensor_of_the_source,
-    fill_overwrites_each_tensor_with_that_of_its_source,
+    fill_overwrites_each_tensor_with_that_of_rank_zero,
     fill_is_past_autograd,
     reduce_scatter_gives_each_rank_its_slice_of_the_reduction,
     all_to_all_sends_slice_r_to_rank_r,
