@@ -625,7 +625,7 @@ class Fabric:
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank `src` on every rank. Tensors are sent as tensors, all else is pickled. Ranks:
         all."""
-        return nested.broadcast(self._connected.collective, obj, src)
+        return self._connected.collective.broadcast_object(obj, src)  # type: ignore[no-any-return]
 
     @overload
     def all_gather(

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from fabric.strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
     from fabric.strategies.strategy import Strategy as Strategy
     from fabric.strategies.xla.fsdp import XLAFSDPStrategy as XLAFSDPStrategy
-    from fabric.strategies.xla.model_parallel import XLAModelParallelStrategy as XLAModelParallelStrategy
     from fabric.strategies.xla.replicas import XLAStrategy as XLAStrategy
     from fabric.strategies.xla.single_device import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
 
@@ -55,7 +54,6 @@ _HOME = {
     "SingleDeviceXLAStrategy": "xla.single_device",
     "Strategy": "strategy",
     "XLAFSDPStrategy": "xla.fsdp",
-    "XLAModelParallelStrategy": "xla.model_parallel",
     "XLAStrategy": "xla.replicas",
     "along": "sharding.mesh",
     "available_strategies": "registry",

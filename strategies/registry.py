@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _DDP = "ddp.strategy:DDPStrategy"
 _FSDP = "fsdp.strategy:FSDPStrategy"
 _DEEPSPEED = "deepspeed.strategy:DeepSpeedStrategy"
-_MODEL_PARALLEL = "model_parallel.strategy:ModelParallelStrategy"
 _SHARDED_DDP = "fairscale.sharded_ddp:FairScaleShardedStrategy"
 _TABLE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "single_device": ("single_device:SingleDeviceStrategy", "one process, one device", {}),
@@ -31,7 +30,11 @@ _TABLE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "fsdp": (_FSDP, "parameters, gradients and optimizer state in shards (FSDP2)", {}),
     "fsdp_cpu_offload": (_FSDP, "fsdp, shards in the CPU's memory", {"cpu_offload": True}),
     "hsdp": (_FSDP, "fsdp within each node, replicas over nodes", {"device_mesh": "nodes"}),
-    "model_parallel": (_MODEL_PARALLEL, "a mesh, and your parallelize_fn(model, mesh)", {}),
+    "model_parallel": (
+        "model_parallel.strategy:ModelParallelStrategy",
+        "a mesh, and your parallelize_fn(model, mesh)",
+        {},
+    ),
     "manual": ("manual.strategy:ManualStrategy", "parallelism by your parallelize(module, context)", {}),
     "ddp_sharded": (_SHARDED_DDP, "FairScale: gradients, optimizer state split", {}),
     "ddp_sharded_spawn": (_SHARDED_DDP, "ddp_sharded, processes started by spawn", {"launcher": "spawn"}),
@@ -64,7 +67,6 @@ _TABLE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 _VARIANTS: Mapping[tuple[str, str], str] = {
     # torch_xla 2.9 loses gradients reduced in place: see Note [Averages are new tensors] in `xla/replicas.py`.
     (_DDP, "xla"): "xla.replicas:XLAStrategy",
-    (_MODEL_PARALLEL, "xla"): "xla.model_parallel:XLAModelParallelStrategy",
 }
 """The class that replaces a strategy on an accelerator which needs another implementation."""
 

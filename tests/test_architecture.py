@@ -48,7 +48,7 @@ PART_IMPORTS = {
         "strategies/collectives/process_group.py",
         "fabric.launchers.watch.activity",
     ): "the name by which a group is known",
-    ("strategies/collectives/comparing.py", "fabric.launchers.watch.activity"): "the name by which a group is known",
+    ("strategies/collectives/c10d_check.py", "fabric.launchers.watch.activity"): "the name by which a group is known",
     (
         "strategies/collectives/flight_recorder.py",
         "fabric.launchers.watch.activity",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -20,7 +19,6 @@ from fabric.checkpoints.run_state import RunState, has_objects, is_run
 from fabric.checks.check import Moments
 from fabric.launchers.rank.rank import saving as saving_rank
 from fabric.loop.setup import SetUp
-from fabric.output.progress.checkpoint import checkpoint_progress
 from fabric.strategies.checkpoint import foreign, loading, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
 from fabric.strategies.checkpoint.by_hand import INSTEAD
@@ -62,8 +60,7 @@ class Checkpoints:
             content = self.content(state, keep, gathered=False)
             if not blocking:
                 return self._background.start(storage, content, after_commit)
-            with self._progress(f"save {storage.path}") as advance:
-                saving.save(self._collective, storage, content, after_commit, advance, self._background.off_device)
+            saving.save(self._collective, storage, content, after_commit, self._background.off_device)
         return PendingSave(storage.path)
 
     def wait(self) -> None:
@@ -131,8 +128,7 @@ class Checkpoints:
         storage = storage_of(path)
         if loading.from_rank_zero(self._collective, storage, lambda: foreign.is_foreign(path)):
             return foreign.load(self._collective, path)
-        with self._progress(f"load {path}") as advance:
-            return loading.load(self._collective, storage, advance=advance)
+        return loading.load(self._collective, storage)
 
     def _refuse_misfits(self, method: str, path: Path, state: Any, content: Any, *, strict: bool) -> None:
         """Raise CheckpointError on every rank if a state does not fit. Ranks: all."""
@@ -154,9 +150,6 @@ class Checkpoints:
 
     def _run_state(self, state: Mapping[str, Any]) -> RunState:
         return RunState(self._runtime, self._set_up, dict(state), self._left_out)
-
-    def _progress(self, description: str) -> AbstractContextManager[Callable[[int, int], None]]:
-        return checkpoint_progress(description, enabled=self._runtime.world.is_global_zero)
 
 
 def _check_named(method: str, state: object) -> None:

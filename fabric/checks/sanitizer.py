@@ -28,13 +28,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fabric.checks.agreement import Fact, SanitizerError, Value, compare
 from fabric.checks.check import Check, Moments
-from fabric.checks.facts import Parameters, gradients_of, names_in, options_of, weights_and_states
 from fabric.checks.forward_weights import ForwardWeights, is_compiled
 from fabric.checks.steps import StepCounter
 from fabric.checks.strangers import Strangers
+from fabric.checks.training_state import Parameters, gradients_of, names_in, options_of, weights_and_states
 from fabric.loop.seed import device_rngs
 from fabric.strategies.checkpoint.state import StateAccess
-from fabric.strategies.collectives.comparing import compare_collectives
+from fabric.strategies.collectives.c10d_check import compare_collectives
 from fabric.strategies.data.rng import digest, torch_rng
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime

@@ -132,7 +132,7 @@ class _Kept:
         if not left:
             return False
         # A collective of torch changes no version.
-        sent = FlightRecorder().num_elements("", self._since_ns, time.time_ns())
+        sent = FlightRecorder().num_elements(self._since_ns, time.time_ns())
         return sent < sum(grad.numel() for grad in left)
 
 

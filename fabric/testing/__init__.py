@@ -20,6 +20,5 @@ from fabric.testing.checks import check as check
 from fabric.testing.checks import examine as examine
 from fabric.testing.checks import survey as survey
 from fabric.testing.drawn import Net as Net
-from fabric.testing.table import table as table
 
-__all__ = ["Case", "Finding", "Net", "cases", "check", "examine", "survey", "table"]
+__all__ = ["Case", "Finding", "Net", "cases", "check", "examine", "survey"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fabric.strategies.checkpoint.errors import CheckpointError, CheckpointNotFoundError, sentence_of
 from fabric.strategies.checkpoint.manifest import NAME, Manifest, Piece
-from fabric.strategies.checkpoint.saving import Advance, attempt, is_written_by_save
+from fabric.strategies.checkpoint.saving import attempt, is_written_by_save
 from fabric.strategies.checkpoint.storage import Storage, buffer_of, local_path, storage_of
 from fabric.strategies.checkpoint.stored import Stored, in_memory
 from fabric.strategies.checkpoint.values import DTYPES, decode, keys_of
@@ -56,14 +56,7 @@ class Checkpoint:
             _insert(found, keys_of(pointer), tensor)
         return found
 
-    def verify(
-        self,
-        names: Iterable[str] | None = None,
-        *,
-        share: int = 0,
-        num_shares: int = 1,
-        advance: Advance = lambda done, total: None,
-    ) -> None:
+    def verify(self, names: Iterable[str] | None = None, *, share: int = 0, num_shares: int = 1) -> None:
         """Compare bytes with their checksums: of all tensors, or of those within the outermost entries `names`.
 
         `share`, of `num_shares`: the part of the bytes to verify, in the order of the files. A rank that reads the
@@ -76,12 +69,11 @@ class Checkpoint:
                 num_bytes = piece.chunk.numel * DTYPES[entry.dtype].itemsize
                 if num_bytes:  # tied tensors once; longer file names are those of later ranks
                     found[len(piece.file), piece.file, piece.offset_bytes] = pointer, piece, num_bytes
-        total_bytes, start, own_bytes = sum(num_bytes for *_, num_bytes in found.values()), 0, 0
+        total_bytes, start = sum(num_bytes for *_, num_bytes in found.values()), 0
         own: list[tuple[str, Piece, int]] = []
         for _, each in sorted(found.items()):
             if start * num_shares // total_bytes == share:
                 own.append(each)
-                own_bytes += each[2]
             start += each[2]
         opened = {name: self.open_file(name) for name in {piece.file for _, piece, _ in own}}
 
@@ -90,12 +82,9 @@ class Checkpoint:
             content = opened[piece.file][piece.offset_bytes : piece.offset_bytes + num_bytes]
             return xxhash.xxh3_64_hexdigest(buffer_of(content)) != piece.checksum
 
-        done_bytes = 0
         # The launcher divides the cores among the ranks.
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            for (pointer, _, num_bytes), damaged in zip(own, threads.map(is_damaged, own), strict=True):
-                done_bytes += num_bytes
-                advance(done_bytes, own_bytes)
+            for (pointer, *_), damaged in zip(own, threads.map(is_damaged, own), strict=True):
                 if damaged:
                     raise ValueError(_DAMAGED.format(tensor=pointer))
 
@@ -127,7 +116,7 @@ def reading(path: str | os.PathLike[str]) -> Iterator[Storage]:
         raise CheckpointError(_UNREAD.format(rank=0, path=storage.path, why=sentence_of(error)), rank=0) from error
 
 
-def load(collective: Collective, storage: Storage, advance: Advance = lambda done, total: None) -> Any:
+def load(collective: Collective, storage: Storage) -> Any:
     """The state that was saved, with a `Stored` for each tensor, after verifying its bytes.
 
     Ranks: all call it. Raises: CheckpointError: on every rank, if a rank could not read it, or found it damaged.
@@ -138,7 +127,7 @@ def load(collective: Collective, storage: Storage, advance: Advance = lambda don
 
     def open_and_verify() -> None:
         opened.append(Checkpoint.open(storage, content))
-        opened[0].verify(share=collective.rank, num_shares=collective.size, advance=advance)
+        opened[0].verify(share=collective.rank, num_shares=collective.size)
 
     refuse_unread(collective, storage, attempt(open_and_verify))
     return opened[0].content()

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import torch
 import xxhash
@@ -31,29 +31,24 @@ from fabric.strategies.checkpoint.values import Json, encode
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.tensors.chunk import Chunk
 
-Advance: TypeAlias = Callable[[int, int], None]
-"""`(done_bytes, total_bytes)`: called with the progress of this rank."""
-
 
 def save(
     collective: Collective,
     storage: Storage,
     state: Any,
     after_commit: Callable[[], object] | None = None,
-    advance: Advance = lambda done, total: None,
     staged: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> None:
     """Save `state`, a nest of plain values, tensors and `TensorShards`, replacing the checkpoint at the path.
 
-    Plain values and tensors are those of rank 0, which calls `after_commit` once the checkpoint is complete. `advance`
-    receives the progress of this rank. `staged`: returns the plan with tensors that the host can read; by default the
-    host waits for each that is on a device. Ranks: all call it; it returns on all once the checkpoint is complete and
-    on disk.
+    Plain values and tensors are those of rank 0, which calls `after_commit` once the checkpoint is complete. `staged`:
+    returns the plan with tensors that the host can read; by default the host waits for each that is on a device.
+    Ranks: all call it; it returns on all once the checkpoint is complete and on disk.
     Raises: TypeError: rank 0's state has a value that cannot be saved. CheckpointError: on every rank, if any rank
     could not write; the previous checkpoint is untouched.
     """
     token = collective.broadcast_object(secrets.token_hex(4))
-    problem = attempt(lambda: write(storage, staged(plan(state, collective.rank, token)), advance))
+    problem = attempt(lambda: write(storage, staged(plan(state, collective.rank, token))))
     refuse_together(collective, storage, problem, token)
     if collective.rank == 0:
         problem = attempt(lambda: finish(storage, token, collective.size, after_commit))
@@ -77,11 +72,6 @@ class Plan:
     def file(self) -> str:
         """The name of the file for the tensors' bytes."""
         return f"{self.token}.{self.rank}.bin"
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the shards that this rank writes."""
-        return sum(part.nbytes for sharded in self.tensors.values() for _, part in sharded.shards)
 
 
 def plan(state: Any, rank: int, token: str) -> Plan:
@@ -146,18 +136,18 @@ def memory_of(part: Tensor) -> tuple[Any, ...]:
     return part.data_ptr() or id(part), part.dtype, tuple(part.shape), part.stride()
 
 
-def write(storage: Storage, plan: Plan, advance: Advance = lambda done, total: None) -> None:
+def write(storage: Storage, plan: Plan) -> None:
     """Write the tensors' bytes, then where they are, as this rank's part of the manifest."""
     tensors: dict[str, Entry] = {}
     if plan.tensors:
-        storage.write(plan.file, _blocks(plan, tensors, advance))
+        storage.write(plan.file, _blocks(plan, tensors))
     storage.write(f"{plan.token}.{plan.rank}.json", [Manifest(values=plan.values, tensors=tensors).to_bytes()])
 
 
-def _blocks(plan: Plan, tensors: dict[str, Entry], advance: Advance) -> Iterator[memoryview]:
+def _blocks(plan: Plan, tensors: dict[str, Entry]) -> Iterator[memoryview]:
     """The bytes of the file. Fills `tensors` with their descriptions. Tied tensors are written once."""
     written: dict[Any, tuple[int, str]] = {}
-    offset_bytes, total_bytes = 0, plan.num_bytes
+    offset_bytes = 0
     for pointer, sharded in plan.tensors.items():
         pieces = []
         for chunk, part in sharded.shards:
@@ -168,7 +158,6 @@ def _blocks(plan: Plan, tensors: dict[str, Entry], advance: Advance) -> Iterator
                 yield content
                 yield memoryview(bytes(-content.nbytes % ALIGNMENT_BYTES))
                 offset_bytes += -(-content.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-                advance(offset_bytes, total_bytes)
             start, checksum = written[memory]
             pieces.append(Piece(file=plan.file, offset_bytes=start, chunk=chunk, checksum=checksum))
         name = str(sharded.dtype).removeprefix("torch.")

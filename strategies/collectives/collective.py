@@ -116,14 +116,14 @@ class Collective(ABC):
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Return the tensor of rank `src`. Shapes and dtypes are equal on all ranks; rank `src` gets its own tensor."""
 
-    def fill(self, tensors: Sequence[Tensor], sources: Sequence[int]) -> None:
-        """Overwrite the i-th tensor with that of rank `sources[i]`. Shapes and dtypes are equal on all ranks.
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite each tensor with that of rank 0. Shapes and dtypes are equal on all ranks.
 
         Bypasses autograd, which does not notice that saved tensors are overwritten. Backends that can send all at once.
         """
-        for tensor, src in zip(tensors, sources, strict=True):
-            received = self.broadcast(tensor.detach(), src)
-            if src != self.rank:
+        for tensor in tensors:
+            received = self.broadcast(tensor.detach())
+            if self.rank != 0:
                 tensor.data.copy_(received)
 
     @abstractmethod

@@ -11,7 +11,7 @@ shows, or have garbage.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,6 @@ from fabric.strategies.collectives.collective import HOST_DEVICES, Collective, R
 from fabric.strategies.collectives.dtypes import reduction_dtype
 from fabric.strategies.tensors.packing import Packing, Spec, check_dense, groups, split_copies
 from fabric.strategies.tensors.paths import map_tensors
-
-T = TypeVar("T")
 
 _PADDING = (
     "If lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of the "
@@ -79,15 +77,6 @@ def all_reduce(collective: Collective, data: Any, op: ReduceOp = "mean") -> Any:
     for index in alone:
         reduced[index] = collective.all_reduce(tensors[index], op)
     return _put_back(data, reduced)
-
-
-def broadcast(collective: Collective, obj: T, src: int = 0) -> T:
-    """Return the object of rank `src`, its tensors sent as tensors; rank `src` gets its own object.
-
-    Ranks: all call it; the arguments of the others are ignored. Gradient: none.
-    """
-    result: T = collective.broadcast_object(obj, src)
-    return result
 
 
 def _described(

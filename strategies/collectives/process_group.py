@@ -183,12 +183,11 @@ class TorchCollective(CarriesObjects):
         self._run("broadcast", tensor, dist.broadcast, as_bytes(received), group_src=src)
         return received
 
-    def fill(self, tensors: Sequence[Tensor], sources: Sequence[int]) -> None:
+    def fill(self, tensors: Sequence[Tensor]) -> None:
         under_way = []
-        for tensor, src in zip(tensors, sources, strict=True):
-            check_peer("fill", "sources", src, self._size)
+        for tensor in tensors:
             whole = tensor.data.resolve_conj().resolve_neg().contiguous()  # .data: autograd does not record it
-            work = self._run("fill", tensor, dist.broadcast, as_bytes(whole), async_op=True, group_src=src)
+            work = self._run("fill", tensor, dist.broadcast, as_bytes(whole), async_op=True, group_src=0)
             under_way.append((tensor, whole, work))
         for tensor, whole, work in under_way:
             self._run("fill", tensor, _wait, work)
@@ -352,7 +351,7 @@ class TorchCollective(CarriesObjects):
             self._read_last()
         try:
             return function(*args, group=group, **to)
-        except CollectiveError:  # of `comparing.py`
+        except CollectiveError:  # of `c10d_check.py`
             raise
         except (RuntimeError, ValueError) as error:
             raise self._failure(operation, tensor, error) from error
@@ -398,7 +397,7 @@ def _message(numbers: Sequence[float]) -> Tensor:
 
 
 def sum_message(message: Tensor, group: ProcessGroup) -> None:
-    """The all-reduce of a comparison: not compared itself, see `comparing.py`."""
+    """The all-reduce of a comparison: not compared itself, see `c10d_check.py`."""
     group.allreduce([message]).wait()
 
 

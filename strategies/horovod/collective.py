@@ -8,7 +8,7 @@ call different operations wait forever, as does a rank whose peer calls none. So
 that has waited a while writes the call into the store, and reads there what the other ranks wait for.
 
 Broadcast, all-gather and all-to-all transfer bytes. Horovod reduces float16, float32, float64, int32 and int64; other
-dtypes are cast to one of these that holds all their values. `send` and `recv` use the store: Horovod has neither.
+dtypes are cast to one of these that holds all their values. It has no `send` and no `recv`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ from fabric.strategies.collectives.collective import (
 from fabric.strategies.collectives.dtypes import from_reduced, reduce_stacked, to_reducible
 from fabric.strategies.collectives.forks import forget_in_forks, in_a_fork
 from fabric.strategies.collectives.objects import CarriesObjects
-from fabric.strategies.collectives.store import StoreCollective
 from fabric.strategies.horovod.rendezvous import RendezvousServer
 from fabric.strategies.horovod.timeout import Watch
 from fabric.strategies.tensors.packing import Spec, as_bytes
@@ -56,6 +55,8 @@ _OPS = {
 }  # mean: divided in `from_reduced`
 _WIDER = {torch.bfloat16: torch.float32, torch.uint8: torch.int32, torch.int8: torch.int32}
 
+OF_ALL_RANKS = "Horovod has no `send` and `recv`. Use an operation of all ranks: `broadcast`, `all_to_all`."
+
 
 @final
 class HorovodCollective(CarriesObjects):
@@ -71,7 +72,6 @@ class HorovodCollective(CarriesObjects):
         self._is_part = False
         self._store: Store | None = None
         self._watch: Watch | None = None
-        self._letters: StoreCollective | None = None
         self._hvd: Any = None
         self._process_set: Any = None
         self._server: RendezvousServer | None = None
@@ -119,13 +119,13 @@ class HorovodCollective(CarriesObjects):
             return
         self._hvd.shutdown()
         for part in (self, *(part for part in self._parts.values() if part is not None)):
-            part._hvd = part._process_set = part._store = part._watch = part._letters = None
+            part._hvd = part._process_set = part._store = part._watch = None
         self._parts.clear()
         self._end_serving()
 
     def forget(self) -> None:
         if self._hvd is not None:
-            self._hvd = self._process_set = self._store = self._watch = self._letters = self._server = None
+            self._hvd = self._process_set = self._store = self._watch = self._server = None
             self._is_in_a_fork = True
 
     def barrier(self) -> None:
@@ -161,15 +161,11 @@ class HorovodCollective(CarriesObjects):
         check_slices("all_to_all", tensor, self.size)
         return self._all_to_all("all_to_all", tensor)
 
-    def send(self, tensor: Tensor, dst: int) -> None:
-        self._joined("send")
-        assert self._letters is not None
-        self._letters.send(tensor, dst)
+    def send(self, tensor: Tensor, dst: int) -> NoReturn:
+        raise CollectiveError(f"`send` on rank {self.rank}: {OF_ALL_RANKS}", rank=self._world.rank)
 
-    def recv(self, like: Tensor, src: int) -> Tensor:
-        self._joined("recv")
-        assert self._letters is not None
-        return self._letters.recv(like, src)
+    def recv(self, like: Tensor, src: int) -> NoReturn:
+        raise CollectiveError(f"`recv` on rank {self.rank}: {OF_ALL_RANKS}", rank=self._world.rank)
 
     def split(self, ranks: Sequence[int]) -> HorovodCollective | None:
         check_split(ranks, self.size, is_part=self._is_part)
@@ -225,7 +221,6 @@ class HorovodCollective(CarriesObjects):
     def _join(self, hvd: Any, process_set: Any, store: Store) -> None:
         self._hvd, self._process_set, self._store = hvd, process_set, store
         self._watch = Watch(PrefixStore("watch", store), self.rank, self.size, self._timeout_seconds)
-        self._letters = StoreCollective(PrefixStore("letters", store), self.rank, self.size)
 
     def _all_reduce(self, operation: str, operand: Tensor, op: str) -> Tensor:
         """Reduce in place, or a cast copy if Horovod cannot reduce the dtype."""

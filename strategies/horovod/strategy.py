@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from fabric.launchers.environments.horovod import INSTALL
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.horovod.collective import HorovodCollective
+from fabric.strategies.capabilities import Capability
+from fabric.strategies.horovod.collective import OF_ALL_RANKS, HorovodCollective
 from fabric.strategies.horovod.gradient_sync import HorovodGradientSync
 from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.options import own_launchers
@@ -48,6 +49,10 @@ class HorovodStrategy(Strategy):
     """How long a collective waits for the other ranks before it raises, naming those that have not arrived."""
     broadcast_buffers: bool = True
     """Broadcast buffers (BatchNorm statistics) from rank 0 whenever gradients are averaged."""
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        return {"collective": OF_ALL_RANKS}
 
     def look_for_packages(self) -> Mapping[str, str]:
         """Imports Horovod, which alone knows the backends that it was built with."""

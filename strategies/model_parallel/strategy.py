@@ -64,8 +64,6 @@ class ModelParallelStrategy(ProcessGroupStrategy):
     `mesh["shard"]` or `mesh["data", "shard"]`, and `compile`; it may return the model, or None. The mesh has all axes,
     also those of degree 1. A degree is a number of ranks; one of them may be "auto": the remaining ranks.
 
-    With `accelerator="xla"`, `fabric.strategy` is an `XLAModelParallelStrategy`, whose mesh is of devices.
-
     Args:
         parallelize_fn: `parallelize_fn(model, mesh)`, called by `setup` on every rank after weights were broadcast
             from rank 0.
@@ -107,7 +105,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
 
     def __post_init__(self) -> None:
         check_function(self, "parallelize_fn", "parallelize_fn(model, mesh)")
-        check_written("ModelParallelStrategy", self._written())
+        check_written(self._written())
 
     @property
     def lacks(self) -> Mapping[Capability, str]:

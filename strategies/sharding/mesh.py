@@ -28,26 +28,26 @@ COPIES = (
 """Why gradients cannot flow through a gather over ranks of which some read the same data."""
 
 
-def check_written(strategy: str, written: Mapping[str, Degree]) -> None:
-    """Raise ValueError if a strategy's degree is not a number."""
+def check_written(written: Mapping[str, Degree]) -> None:
+    """Raise ValueError if a degree of `ModelParallelStrategy` is not a number."""
     for axis, number in written.items():
         if number != "auto" and (type(number) is not int or number < 1):
             raise ValueError(
-                f"`{strategy}({axis}={number!r})`: a degree is a number of ranks from 1 on, or 'auto' "
+                f"`ModelParallelStrategy({axis}={number!r})`: a degree is a number of ranks from 1 on, or 'auto' "
                 "for what the other axes leave."
             )
 
 
-def complete(written: Mapping[str, Degree], size: int, *, of: str = "ranks") -> dict[str, int]:
+def complete(written: Mapping[str, Degree], size: int) -> dict[str, int]:
     """The degrees, with "auto" replaced. Raises ValueError if they do not multiply to `size`."""
     known = math.prod(number for number in written.values() if number != "auto")
     degrees = {axis: max(size // known, 1) if number == "auto" else number for axis, number in written.items()}
-    check_degrees(degrees, size, written=", ".join(f"{axis}={number!r}" for axis, number in written.items()), of=of)
+    check_degrees(degrees, size, written=", ".join(f"{axis}={number!r}" for axis, number in written.items()))
     return degrees
 
 
-def check_degrees(degrees: Mapping[str, int], size: int, *, written: str, of: str = "ranks") -> None:
-    """Raise ValueError if the degrees do not multiply to `size`, the number of devices or ranks (`of`).
+def check_degrees(degrees: Mapping[str, int], size: int, *, written: str) -> None:
+    """Raise ValueError if the degrees do not multiply to `size`, the number of ranks.
 
     `written`: the user's arguments.
     """
@@ -55,7 +55,7 @@ def check_degrees(degrees: Mapping[str, int], size: int, *, written: str, of: st
     if product != size or min(degrees.values()) < 1:
         axes = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items())
         raise ValueError(
-            f"`{written}` makes a mesh of {axes}: {product} {of}, but there are {size}. "
+            f"`{written}` makes a mesh of {axes}: {product} ranks, but there are {size}. "
             f"Write whole numbers from 1 on that multiply to {size}."
         )
 

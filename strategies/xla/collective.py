@@ -2,14 +2,14 @@
 
 Each call is a graph of its own, executed at once. torch_xla is lazy: a replica that never reads a result would omit
 the collective from its graph, while the others wait for it in theirs. Tensors on the CPU are copied to the device and
-back. `send`, `recv` and subgroups (`split`) use the store, because all replicas execute the same graph.
+back. There is no `send`, no `recv` and no subgroup (`split`): all replicas execute the same graph.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -17,16 +17,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from fabric.launchers.rendezvous.join import join
 from fabric.launchers.world import World
-from fabric.strategies.collectives.collective import (
-    Collective,
-    CollectiveError,
-    ReduceOp,
-    check_peer,
-    check_slices,
-)
+from fabric.strategies.collectives.collective import CollectiveError, ReduceOp, check_peer, check_slices, check_split
 from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
 from fabric.strategies.collectives.objects import CarriesObjects
-from fabric.strategies.collectives.store import StoreCollective
 from fabric.strategies.tensors.packing import INTEGERS, Spec, check_dense
 
 if TYPE_CHECKING:
@@ -45,7 +38,7 @@ class XLACollective(CarriesObjects):
 
     def __init__(self, world: World, *, timeout_seconds: float = 1800.0) -> None:
         self._world, self._timeout_seconds = world, timeout_seconds
-        self._through_store: StoreCollective | None = None
+        self._store: Store | None = None
 
     @property
     def rank(self) -> int:
@@ -67,12 +60,10 @@ class XLACollective(CarriesObjects):
                 rank=self.rank,
             )
         store = join(self._world, self._timeout_seconds, _LOGGER.warning)
-        self._through_store = StoreCollective(PrefixStore("collective", store), self.rank, self.size)
+        self._store = PrefixStore("messages", store)
 
     def teardown(self) -> None:
-        if self._through_store is not None:
-            self._through_store.teardown()
-        self._through_store = None
+        self._store = None
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1, device="cpu"))
@@ -126,17 +117,20 @@ class XLACollective(CarriesObjects):
 
         return self._moved("all_to_all", tensor, exchange, rows=self.size, shape=tensor.shape)
 
-    def send(self, tensor: Tensor, dst: int) -> None:
-        self._joined("send").send(tensor, dst)
+    def send(self, tensor: Tensor, dst: int) -> NoReturn:
+        raise CollectiveError(f"`send` on rank {self.rank}: {OF_ALL_REPLICAS}", rank=self.rank)
 
-    def recv(self, like: Tensor, src: int) -> Tensor:
-        return self._joined("recv").recv(like, src)
+    def recv(self, like: Tensor, src: int) -> NoReturn:
+        raise CollectiveError(f"`recv` on rank {self.rank}: {OF_ALL_REPLICAS}", rank=self.rank)
 
-    def split(self, ranks: Sequence[int]) -> Collective | None:
-        return self._joined("split").split(ranks)
+    def split(self, ranks: Sequence[int]) -> XLACollective:
+        check_split(ranks, self.size, is_part=False)
+        if len(ranks) == self.size:
+            return self
+        raise CollectiveError(f"`split` on rank {self.rank}: {OF_ALL_REPLICAS}", rank=self.rank)
 
-    def store(self) -> Store | None:
-        return self._joined("store").store()
+    def store(self) -> Store:
+        return self._joined("store")
 
     def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """All-reduce (mean) tensors on the device, in one graph. Ranks: all call it, as `all_reduce`."""
@@ -188,14 +182,20 @@ class XLACollective(CarriesObjects):
                 rank=self.rank,
             ) from error
 
-    def _joined(self, operation: str) -> StoreCollective:
-        if self._through_store is None:
+    def _joined(self, operation: str) -> Store:
+        if self._store is None:
             raise CollectiveError(
                 f"`{operation}` on rank {self.rank} of {self.size}, which has not met the other ranks: call `setup()` "
                 "first, and nothing after `teardown()`.",
                 rank=self.rank,
             )
-        return self._through_store
+        return self._store
+
+
+OF_ALL_REPLICAS = (
+    "all replicas of XLA execute the same graph, so they have no `send`, no `recv`, and no `split` into subgroups. Use "
+    "an operation of all ranks: `all_to_all`, `all_gather`."
+)
 
 
 def _all_reduce(op: str, tensor: Tensor) -> Tensor:

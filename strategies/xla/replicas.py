@@ -23,7 +23,7 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.target import Target
-from fabric.strategies.xla.collective import XLACollective
+from fabric.strategies.xla.collective import OF_ALL_REPLICAS, XLACollective
 from fabric.strategies.xla.device import (
     XLAState,
     marked_batches,
@@ -69,7 +69,8 @@ class XLAStrategy(TorchXLAStrategy):
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
-        return super().lacks if self.find_unused_parameters else {**super().lacks, "unused": UNUSED}
+        always = {**super().lacks, "collective": OF_ALL_REPLICAS}
+        return always if self.find_unused_parameters else {**always, "unused": UNUSED}
 
     def refuse(self, target: Target) -> str | None:
         sentence = refuse_accelerator("xla", target)

@@ -7,7 +7,7 @@ reads no other conftest.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SEEN = pytest.StashKey[dict[str, "list[Finding]"]]()
 NOT_RUN = pytest.StashKey[dict[str, str]]()
+MARKS = {"equal": "=", "raised": "raises", "failed": "FAILED"}
 
 
 @pytest.fixture
@@ -51,9 +52,30 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """The table: strategy, ranks and precision against cases."""
     if seen := config.stash.get(SEEN, {}):
-        from fabric.testing import table
-
         terminalreporter.section("strategies against one process of plain PyTorch")
         terminalreporter.write_line("\n".join(table(dict(sorted(seen.items())))))
     for name, sentence in config.stash.get(NOT_RUN, {}).items():
         terminalreporter.write_line(f"{name} not run: {sentence}")
+
+
+def table(found: Mapping[str, Sequence[Finding]]) -> list[str]:
+    """The lines of a table: a row for each strategy, a column for each case that was not equal everywhere, and the
+    messages below. `=`: equal to one process of plain PyTorch."""
+    different = dict.fromkeys(
+        finding.case for findings in found.values() for finding in findings if finding.result != "equal"
+    )
+    header = ["", "equal", *different]
+    rows = [header]
+    for name, findings in found.items():
+        by_case = {finding.case: MARKS[finding.result] for finding in findings}
+        num_equal = sum(finding.result == "equal" for finding in findings)
+        rows.append([name, f"{num_equal} of {len(findings)}", *(by_case.get(case, "") for case in different)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    sentences = dict.fromkeys(
+        f"{finding.case}: {finding.message}"
+        for findings in found.values()
+        for finding in findings
+        if finding.result == "raised"
+    )
+    return [*lines, *sentences]

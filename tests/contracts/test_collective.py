@@ -17,15 +17,12 @@ import pytest
 import torch
 from fakes import run_threads
 from torch import Tensor, nn
-from torch.distributed import HashStore
-from torch.distributed.distributed_c10d import PrefixStore
 from worlds import run_world
 
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective, CollectiveError, ReduceOp
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.collectives.single import SingleDeviceCollective
-from fabric.strategies.collectives.store import StoreCollective
 
 Body = Callable[[Collective, random.Random], None]
 
@@ -157,20 +154,19 @@ def broadcast_gives_every_rank_the_tensor_of_the_source(collective: Collective, 
                 assert got.data_ptr() == tensors[src].data_ptr()
 
 
-def fill_overwrites_each_tensor_with_that_of_its_source(collective: Collective, rng: random.Random) -> None:
-    sources = [rng.randrange(collective.size) for _ in range(NUM_DRAWS)]
-    dtypes = [rng.choice(REALS + INTEGERS + OTHERS) for _ in sources]
+def fill_overwrites_each_tensor_with_that_of_rank_zero(collective: Collective, rng: random.Random) -> None:
+    dtypes = [rng.choice(REALS + INTEGERS + OTHERS) for _ in range(NUM_DRAWS)]
     tensors = [draw_tensors(rng, collective.size, draw_shape(rng), dtype) for dtype in dtypes]
     mine = [of_ranks[collective.rank] for of_ranks in tensors]
-    expected = [of_ranks[src].tolist() for of_ranks, src in zip(tensors, sources, strict=True)]
-    collective.fill(mine, sources)
+    expected = [of_ranks[0].tolist() for of_ranks in tensors]
+    collective.fill(mine)
     assert [tensor.tolist() for tensor in mine] == expected
 
 
 def fill_is_past_autograd(collective: Collective, rng: random.Random) -> None:
     weight = torch.tensor([2.0], requires_grad=True)
     loss = (weight * weight).sum()
-    collective.fill([weight], [0])
+    collective.fill([weight])
     loss.backward()
     assert weight.grad is not None
 
@@ -368,13 +364,18 @@ def a_tensor_without_one_slice_per_rank_is_refused(collective: Collective, rng: 
         collective.all_to_all(torch.tensor(1))
 
 
-def a_peer_that_is_no_other_rank_is_refused(collective: Collective, rng: random.Random) -> None:
-    size, rank = collective.size, collective.rank
+def a_source_that_is_no_rank_is_refused(collective: Collective, rng: random.Random) -> None:
+    size = collective.size
     words = rf"in a collective of {size}: ranks count from 0 to {size - 1}"
     with pytest.raises(ValueError, match=rf"`broadcast\(src={size}\)` {words}"):
         collective.broadcast(torch.ones(1), size)
     with pytest.raises(ValueError, match=rf"`broadcast\(src=-1\)` {words}"):
         collective.broadcast_object(1, -1)
+
+
+def a_peer_that_is_no_other_rank_is_refused(collective: Collective, rng: random.Random) -> None:
+    size, rank = collective.size, collective.rank
+    words = rf"in a collective of {size}: ranks count from 0 to {size - 1}"
     with pytest.raises(ValueError, match=rf"`send\(dst={size}\)` {words}"):
         collective.send(torch.ones(1), size)
     with pytest.raises(ValueError, match=rf"`recv\(src={rank}\)` on rank {rank} itself\. Name another rank"):
@@ -407,11 +408,10 @@ BODIES: tuple[Body, ...] = (
     the_mean_of_integers_and_booleans_is_exact_and_in_floating_point,
     the_mean_of_halves_does_not_overflow_on_the_way,
     broadcast_gives_every_rank_the_tensor_of_the_source,
-    fill_overwrites_each_tensor_with_that_of_its_source,
+    fill_overwrites_each_tensor_with_that_of_rank_zero,
     fill_is_past_autograd,
     reduce_scatter_gives_each_rank_its_slice_of_the_reduction,
     all_to_all_sends_slice_r_to_rank_r,
-    send_and_recv_carry_a_tensor_to_the_next_rank,
     what_was_passed_stays_as_it_was,
     no_gradient_passes_a_collective,
     no_rank_leaves_a_barrier_before_all_have_come,
@@ -421,21 +421,24 @@ BODIES: tuple[Body, ...] = (
     broadcast_object_takes_tensors_that_no_collective_moves,
     all_gather_object_gives_copies_in_rank_order,
     an_object_that_cannot_be_pickled_is_an_error_on_every_rank,
-    parts_talk_among_themselves_and_are_made_once,
-    a_part_is_not_split_again,
     decisions_are_true_where_all_or_any_said_so,
     an_unknown_reduction_is_refused,
     a_reduction_that_the_dtype_does_not_have_is_refused,
     a_tensor_without_one_slice_per_rank_is_refused,
-    a_peer_that_is_no_other_rank_is_refused,
+    a_source_that_is_no_rank_is_refused,
     a_part_with_unknown_repeated_or_unsorted_ranks_is_refused,
     a_tensor_that_is_not_dense_is_refused,
 )
-
-WORLDS = (
-    *("single-1", "torch-1", "torch-2", "torch-4", "threads-1", "threads-2", "threads-4"),
-    *("store-1", "store-2", "store-4"),
+POINT_TO_POINT: tuple[Body, ...] = (
+    send_and_recv_carry_a_tensor_to_the_next_rank,
+    a_peer_that_is_no_other_rank_is_refused,
 )
+"""What Horovod and XLA do not have."""
+SUBGROUPS: tuple[Body, ...] = (parts_talk_among_themselves_and_are_made_once, a_part_is_not_split_again)
+"""What XLA does not have."""
+EVERY_BODY = (*BODIES, *POINT_TO_POINT, *SUBGROUPS)
+
+WORLDS = ("single-1", "torch-1", "torch-2", "torch-4", "threads-1", "threads-2", "threads-4")
 
 
 def check_a_forked_process_is_no_rank(collective: Collective) -> None:
@@ -467,7 +470,7 @@ def check_a_forked_process_is_no_rank(collective: Collective) -> None:
 def run_bodies(collective: Collective, seed: int) -> dict[str, str]:
     """What went wrong on this rank, by body."""
     failures = {}
-    for body in BODIES:
+    for body in EVERY_BODY:
         try:
             body(collective, random.Random(seed))
         except Exception:
@@ -482,16 +485,6 @@ def run_torch(world: World, seed: int) -> dict[str, str]:
     collective.setup()
     failures = run_bodies(collective, seed)
     collective.teardown()
-    collective.teardown()
-    return failures
-
-
-def run_store(threads: Collective, seed: int) -> dict[str, str]:
-    """Over the store that the ranks of another collective share."""
-    store = threads.store() or HashStore()
-    collective = StoreCollective(PrefixStore("collective", store), threads.rank, threads.size)
-    collective.setup()
-    failures = run_bodies(collective, seed)
     collective.teardown()
     return failures
 
@@ -511,12 +504,10 @@ def failures(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     seed = random.randrange(2**32)
     if kind == "single":
         return [run_single(seed)]
-    if kind == "store":
-        return run_threads(int(size), run_store, seed)
     return run_threads(int(size), run_bodies, seed) if kind == "threads" else run_world(int(size), run_torch, seed)
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", EVERY_BODY, ids=lambda body: body.__name__)
 def test_every_collective_keeps_the_contract(failures: list[dict[str, str]], body: Body) -> None:
     of_body = [of_rank[body.__name__] for of_rank in failures if body.__name__ in of_rank]
     assert not of_body, "\n".join(of_body)

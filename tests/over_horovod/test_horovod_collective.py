@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_collective import BODIES, Body, check_a_forked_process_is_no_rank, run_bodies
+from test_collective import BODIES, POINT_TO_POINT, SUBGROUPS, Body, check_a_forked_process_is_no_rank, run_bodies
 from worlds import run_world
 
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import CollectiveError
-from fabric.strategies.horovod.collective import HorovodCollective
+from fabric.strategies.horovod.collective import OF_ALL_RANKS, HorovodCollective
 
 pytestmark = pytest.mark.slow
 
@@ -39,10 +39,16 @@ def failures(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     return run_world(request.param, keep_contract, random.randrange(2**32))
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [*BODIES, *SUBGROUPS], ids=lambda body: body.__name__)
 def test_the_collective_over_horovod_keeps_the_contract(failures: list[dict[str, str]], body: Body) -> None:
     of_body = [of_rank[body.__name__] for of_rank in failures if body.__name__ in of_rank]
     assert not of_body, "\n".join(of_body)
+
+
+@pytest.mark.parametrize("body", POINT_TO_POINT, ids=lambda body: body.__name__)
+def test_what_horovod_does_not_have_is_refused_on_every_rank(failures: list[dict[str, str]], body: Body) -> None:
+    for of_rank in failures if len(failures) > 1 else ():
+        assert OF_ALL_RANKS in of_rank[body.__name__]
 
 
 def forked_from_a_rank(world: World) -> None:
@@ -184,22 +190,3 @@ def open_again(world: World) -> list[Any]:
 
 def test_worlds_can_be_opened_one_after_another_and_leave_the_environment_unchanged() -> None:
     assert run_world(2, open_again) == [[[0, 1], True] * 3] * 2
-
-
-def send_much(world: World) -> bool:
-    collective = opened(world)
-    large = torch.arange(3_000_000)
-    if world.rank == 0:
-        collective.send(large, 1)
-        collective.send(large[:5], 1)
-        got = large
-    else:
-        got = collective.recv(torch.empty_like(large), 0)
-        assert collective.recv(torch.empty(5, dtype=torch.int64), 0).tolist() == [0, 1, 2, 3, 4]
-    collective.barrier()
-    collective.teardown()
-    return torch.equal(got, large)
-
-
-def test_a_message_between_two_ranks_may_be_large() -> None:
-    assert run_world(2, send_much) == [True, True]

@@ -16,7 +16,7 @@ from cpu_replicas import run_replicas
 from fabric.launchers.world import World
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import CollectiveError
-from fabric.strategies.xla.collective import XLACollective
+from fabric.strategies.xla.collective import OF_ALL_REPLICAS, XLACollective
 
 SIZE = int(os.environ["CPU_NUM_DEVICES"])
 
@@ -53,6 +53,13 @@ def failures() -> list[dict[str, str]]:
 def test_the_collective_over_xla_keeps_the_contract(failures: list[dict[str, str]], body: Any) -> None:
     of_body = [of_rank[body.__name__] for of_rank in failures if body.__name__ in of_rank]
     assert not of_body, "\n".join(of_body)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", [*CONTRACT.POINT_TO_POINT, *CONTRACT.SUBGROUPS], ids=lambda body: body.__name__)
+def test_what_xla_does_not_have_is_refused_on_every_rank(failures: list[dict[str, str]], body: Any) -> None:
+    for of_rank in failures:
+        assert OF_ALL_REPLICAS in of_rank[body.__name__]
 
 
 MOVED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int16, torch.int64, torch.bool)

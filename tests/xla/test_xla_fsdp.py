@@ -20,8 +20,9 @@ from fabric.testing import Case, cases
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROGRAM = """
-import json, sys
-import torch, torch_xla
+import copy, json, sys
+import numpy, torch, torch_xla
+from torch_xla.distributed.spmd import Mesh, mark_sharding
 from fabric import Fabric
 from fabric.testing import cases
 from fabric.testing.checks import examine
@@ -42,6 +43,24 @@ for x, y in fabric.setup_dataloaders([(torch.ones(2 * size, 6), torch.ones(3)), 
 seen["weight"] = spec(model.weight)
 seen["moment"] = spec(optimizer.state[model.weight]["exp_avg"])
 seen["world"] = [fabric.world_size, fabric.global_rank]
+
+alone = torch.nn.Sequential(torch.nn.Linear(4 * size, 8 * size), torch.nn.Linear(8 * size, 4))
+model = fabric.to_device(copy.deepcopy(alone))
+mesh = Mesh(numpy.arange(size), (1, size), ("data", "tensor"))
+mark_sharding(model[0].weight, mesh, (None, "tensor"))
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+optimizer_alone = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+(x,) = fabric.setup_dataloaders([torch.randn(2 * size, 4 * size)])
+for _ in range(3):
+    for each, one, batch in ((model, optimizer, x), (alone, optimizer_alone, x.cpu())):
+        loss = each(batch).square().mean()
+        fabric.backward(loss) if each is model else loss.backward()
+        one.step()
+        one.zero_grad()
+    losses = [model(x).square().mean().item(), alone(x.cpu()).square().mean().item()]
+    seen.setdefault("losses", []).append(losses)
+seen["marked"] = [spec(model[0].weight), spec(optimizer.state[model[0].weight]["momentum_buffer"])]
+seen["rest"] = spec(model[1].weight)
 fabric.close()
 print(json.dumps(seen))
 """
@@ -82,6 +101,16 @@ def test_weights_moments_and_batches_are_cut_over_the_devices(seen: dict[str, An
     assert seen["weight"] == seen["moment"] == rows
     assert seen["batches"] == [[rows, ""], ["", ""]]  # 3 labels, and one sample, cannot be divided
     assert seen["world"] == [1, 0]
+
+
+def test_what_the_user_has_marked_stays_as_it_is_and_gives_the_numbers_of_one_device(seen: dict[str, Any]) -> None:
+    size = int(os.environ["CPU_NUM_DEVICES"])
+    devices = ",".join(map(str, range(size)))
+    assert seen["marked"] == [f"{{devices=[1,{size}]{devices}}}"] * 2
+    assert seen["rest"] == f"{{devices=[1,{size}]{devices}}}"  # along its longest dim
+    for ours, alone in seen["losses"]:
+        assert ours == pytest.approx(alone, rel=1e-5)
+    assert seen["losses"][0] > seen["losses"][-1]
 
 
 def test_a_device_touched_before_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:

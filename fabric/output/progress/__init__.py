@@ -1,1 +1,1 @@
-"""Progress displays: of an iteration, and of a checkpoint that is saved or loaded."""
+"""The progress display of an iteration."""

@@ -1,7 +1,7 @@
 """Two ranks save, and are killed at a moment drawn beforehand; as often as asked. Prints a line of JSON for each time.
 
 The ranks are forks of this process, which has torch and never talks to them: a new pair for each save. Started by
-`test_kills.py`: `killed_ranks.py FOLDER NUM_KILLS SEED`.
+`test_kills.py`: `killed_ranks.py FOLDER NUM_KILLS SEED PORT`; rank 0 of each pair serves their store at that port.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch.distributed import FileStore
 
 from fabric import read_checkpoint
+from fabric.launchers.world import Rendezvous, World
 from fabric.strategies.checkpoint.background import BackgroundSaves
 from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.saving import save
 from fabric.strategies.checkpoint.storage import Buffer, Folder, Storage
 from fabric.strategies.checkpoint.tensor_shards import replicated
-from fabric.strategies.collectives.store import StoreCollective
+from fabric.strategies.collectives.process_group import TorchCollective
 
 NUM_ELEMENTS = 300_000
 FULL_BYTES = 4 * NUM_ELEMENTS
@@ -68,9 +68,12 @@ class Fatal:
             yield block
 
 
-def save_as(rank: int, step: int, store: Path, storage: Storage, *, blocking: bool) -> None:
+def save_as(rank: int, step: int, port: int, storage: Storage, *, blocking: bool) -> None:
     """One save of the pair."""
-    collective = StoreCollective(FileStore(str(store), 2), rank, 2)
+    at = Rendezvous(address="127.0.0.1", port=port, hosted=False)
+    world = World(rank=rank, local_rank=rank, size=2, local_size=2, rendezvous=at)
+    collective = TorchCollective(world, "gloo", device=torch.device("cpu"))
+    collective.setup()
     tensors = [replicated(torch.full((NUM_ELEMENTS,), float(step)), (0, 1)) for _ in range(2)]
     state = {"tensors": tensors, "step": step}
     if blocking:
@@ -105,11 +108,11 @@ gate = os.pipe()
 """Neither rank begins before both are in their process group."""
 
 
-def main(folder: Path, num_kills: int, seed: int) -> None:
+def main(folder: Path, num_kills: int, seed: int, port: int) -> None:
     """Each trial goes on from what the one before has left."""
     torch.set_num_threads(1)
     generator, path = random.Random(seed), folder / "saved"
-    assert pair(lambda rank: save_as(rank, 0, folder / "store", Folder(path), blocking=True)) == [0, 0]
+    assert pair(lambda rank: save_as(rank, 0, port, Folder(path), blocking=True)) == [0, 0]
     before = 0
     for step in range(1, num_kills + 1):
         moment = {3: "commit", 6: "after"}.get(step % 10, "bytes")
@@ -120,7 +123,7 @@ def main(folder: Path, num_kills: int, seed: int) -> None:
         def body(rank: int, step: int = step, moment: str = moment) -> None:
             own = moment if moment != "bytes" or rank == killer else "never"  # noqa: B023
             storage = Fatal(path, own, num_bytes)  # noqa: B023
-            save_as(rank, step, folder / f"store{step}", storage, blocking=blocking)  # noqa: B023
+            save_as(rank, step, port, storage, blocking=blocking)  # noqa: B023
 
         signals = pair(body)
         new = {name: (path / name).stat().st_size for name in set(os.listdir(path)) - known}
@@ -138,11 +141,11 @@ def main(folder: Path, num_kills: int, seed: int) -> None:
         }
         before = content["step"]
         if step == num_kills:
-            pair(lambda rank: save_as(rank, -1, folder / "last", Folder(path), blocking=False))
+            pair(lambda rank: save_as(rank, -1, port, Folder(path), blocking=False))
             trial["left_at_the_end"] = len(os.listdir(path))
             assert NAME in os.listdir(path)
         print(json.dumps(trial), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -19,6 +19,7 @@ import pytest
 import template
 import torch
 from devices import ACCELERATOR
+from processes import free_port
 
 from fabric import CheckpointError, Fabric, read_checkpoint
 from fabric.strategies.checkpoint.manifest import NAME
@@ -32,7 +33,8 @@ def test_killing_all_ranks_at_any_byte_of_a_save_leaves_the_previous_or_the_new_
     tmp_path: Path, num_kills: int
 ) -> None:
     seed = random.randrange(2**31)
-    done = template.run([sys.executable, str(KILLED), str(tmp_path), str(num_kills), str(seed)], capture_output=True)
+    arguments = [str(tmp_path), str(num_kills), str(seed), str(free_port())]
+    done = template.run([sys.executable, str(KILLED), *arguments], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     trials = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(trials) == num_kills, seed

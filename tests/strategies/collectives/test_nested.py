@@ -165,7 +165,7 @@ def test_a_hundred_small_tensors_are_a_comparison_and_one_message() -> None:
             lambda: nested.all_reduce(collective, {"loss": 1.0}, "sum"),
             lambda: nested.all_reduce(collective, torch.ones((), dtype=torch.int64), "max"),
             lambda: nested.all_gather(collective, torch.ones(())),
-            lambda: nested.broadcast(collective, torch.ones(())),
+            lambda: collective.broadcast_object(torch.ones(())),
             lambda: nested.all_reduce(collective, small),
             lambda: nested.all_gather(collective, small),
             lambda: nested.all_gather(collective, [small, torch.ones(LARGE_BYTES // 4)]),
@@ -209,8 +209,8 @@ def gather_what_differs(collective: Collective) -> list[str]:
         lambda: nested.all_gather(collective, {"x": one, "z" if rank else "y": one}),
         lambda: nested.all_reduce(collective, [one], "sum") if rank else nested.all_gather(collective, [one]),
         lambda: nested.all_reduce(collective, [one], "sum" if rank else "mean"),
-        lambda: nested.broadcast(collective, {"x": 1}, src=rank),
-        lambda: nested.broadcast(collective, one) if rank else collective.all_gather_object(one),
+        lambda: collective.broadcast_object({"x": 1}, src=rank),
+        lambda: collective.broadcast_object(one) if rank else collective.all_gather_object(one),
         lambda: nested.all_gather(collective, [one, one.clone().requires_grad_(rank == 0)], sync_grads=True),
         lambda: collective.split([0, 1] if rank else [0]),
         lambda: nested.all_gather(collective, ["word" if rank else one]),
@@ -279,7 +279,7 @@ def test_the_comparison_of_calls_ignores_the_default_device() -> None:
         ones = torch.ones(2)
         with torch.device("meta"):
             gathered = nested.all_gather(collective, {"x": ones, "n": collective.rank})
-            word = nested.broadcast(collective, "w" * 1000)
+            word = collective.broadcast_object("w" * 1000)
             return gathered["x"].tolist(), gathered["n"].tolist(), len(word), collective.reduce_boolean_decision(True)
 
     assert run_threads(2, body) == [([[1, 1], [1, 1]], [0, 1], 1000, True)] * 2
@@ -300,7 +300,7 @@ def test_a_value_that_is_not_a_tensor_raises_with_its_path(data: Any, error: typ
             nested.all_gather(collective, data)
         with pytest.raises(error, match=words):
             nested.all_reduce(collective, data)
-        assert nested.broadcast(collective, collective.rank) == 0
+        assert collective.broadcast_object(collective.rank) == 0
 
     run_threads(2, body)
 

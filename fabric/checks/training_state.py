@@ -1,4 +1,4 @@
-"""What ranks should have in common, as facts with digests: optimizers' options, gradients, weights and states.
+"""The training state that ranks should have in common, with digests: hyperparameters, gradients, weights, states.
 
 A checkpoint knows of each tensor which part a rank holds, and which ranks hold the same: `StateAccess` tells.
 """
