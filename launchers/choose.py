@@ -46,8 +46,10 @@ def choose_launcher(
     if world is not None:
         return External(world)
     row = None if word == "auto" else launcher_row(word)
+    if word == "elastic" and function is not None:
+        return Processes(topology, word, forkserver(topology).start, max_restarts)
     if word == "elastic":
-        return _elastic(topology, function, max_restarts)
+        return Script(topology, word, max_restarts)
     if topology.size == 1 and not topology.redirects_output:
         return inline(topology)
     if row is not None and word != "fork":
@@ -67,13 +69,3 @@ def choose_launcher(
         f"`launch()` in {program.words} cannot fork: {unsafe}. And it cannot run the program again: there is no file. "
         "Call `launch()` before the first tensor operation, or pass what the ranks run: `launch(function)`."
     )
-
-
-def _elastic(topology: Topology, function: Callable[..., Any] | None, max_restarts: int) -> Launcher:
-    """Starts all ranks again after a failure: the others have lost a peer in the middle of a collective.
-
-    Each attempt is a launch of its own, of which nothing is left but the script's last checkpoint.
-    """
-    if function is None:
-        return Script(topology, "elastic", max_restarts)
-    return Processes(topology, "elastic", forkserver(topology).start, max_restarts)

@@ -17,7 +17,7 @@ from typing import IO, Any, NoReturn
 from fabric.launchers.process import pickling
 from fabric.launchers.process import program as main_module
 from fabric.launchers.rank.rank import become_rank, rank_environ, run_and_end, run_to_the_end
-from fabric.launchers.rank.settings import read_generators, read_settings, restore
+from fabric.launchers.rank.settings import read_settings, restore
 from fabric.launchers.world import World
 
 
@@ -31,7 +31,6 @@ class CallFunction:
     folder: str
     argv: list[str]
     settings: Mapping[str, Any]
-    generators: Mapping[str, Any]
     call: bytes
     """`(worker, args)`, pickled."""
     main_file: str | None
@@ -79,7 +78,6 @@ def call_function(worker: Callable[..., Any], args: tuple[Any, ...], *, everyone
         folder=os.getcwd(),
         argv=list(sys.argv),
         settings=read_settings(),
-        generators=read_generators(),
         call=call,
         main_file=main_file if needs_main else None,
         main_module=spec.name if spec is not None else None,
@@ -116,7 +114,7 @@ def _call(world: World, task: CallFunction) -> Any:
         main_module.import_main(task.main_file, task.main_module)
     os.chdir(task.folder)
     worker, args = pickle.loads(task.call)
-    restore(task.settings, task.generators)  # after the import, which may have drawn random numbers
+    restore(task.settings)  # after the import, which may have drawn random numbers
     return worker(world, *args)
 
 
