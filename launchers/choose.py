@@ -47,7 +47,7 @@ def choose_launcher(
         return External(world)
     row = None if word == "auto" else launcher_row(word)
     if word == "elastic" and function is not None:
-        return Processes(topology, word, forkserver(topology).start, max_restarts)
+        return Processes(topology, "elastic", forkserver(topology).start, max_restarts)
     if word == "elastic":
         return Script(topology, word, max_restarts)
     if topology.size == 1 and not topology.redirects_output:
