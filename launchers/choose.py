@@ -1,8 +1,9 @@
 """Chooses a launcher at `launch()`: only then is it known what the process has done.
 
-`auto` forks if that is safe, with and without a function: ranks then have everything that the program has created,
-defined or patched. Otherwise the program runs again in each rank; a function is sent to new processes, with its
-arguments, by `pickle` or `cloudpickle`, and changes that the program has made to other modules are not there.
+`auto` sends a function to new processes, with its arguments, by `pickle` or `cloudpickle`; changes that the program has
+made to modules are not there. Always, although a fork would have them: whether a fork is safe depends on the threads
+that torch has started, and so on the number of cores. Without a function each rank continues at the line of `launch()`,
+forked if that is safe, and otherwise by running the script up to there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def choose_launcher(
     world: World | None,
     max_restarts: int = 0,
 ) -> Launcher:
-    """The launcher of a name; for `auto` the fastest one that works in this process.
+    """The launcher of a name; for `auto` one that works in this process.
 
     `world`: the place of this process, if an external launcher or an earlier launch has made it a rank. `max_restarts`:
     how often `elastic` starts all ranks again.
@@ -45,40 +46,26 @@ def choose_launcher(
     if world is not None:
         return External(world)
     row = None if word == "auto" else launcher_row(word)
+    if word == "elastic" and function is not None:
+        return Processes(topology, "elastic", forkserver(topology).start, max_restarts)
     if word == "elastic":
-        return _elastic(topology, function, max_restarts)
+        return Script(topology, word, max_restarts)
     if topology.size == 1 and not topology.redirects_output:
         return inline(topology)
     if row is not None and word != "fork":
         return row.make(topology)
-    unsafe = fork_is_safe()
+    if function is not None and word == "auto":
+        return forkserver(topology, is_chosen=True)
+    unsafe, program = fork_is_safe(), this_program()
     if unsafe is None:
         return Fork(topology)
-    return _without_fork(word, topology, function, unsafe)
-
-
-def _elastic(topology: Topology, function: Callable[..., Any] | None, max_restarts: int) -> Launcher:
-    """Starts all ranks again after a failure: the others have lost a peer in the middle of a collective.
-
-    Each attempt is a launch of its own, of which nothing is left but the script's last checkpoint.
-    """
-    if function is None:
-        return Script(topology, "elastic", max_restarts)
-    return Processes(topology, "elastic", forkserver(topology).start, max_restarts)
-
-
-def _without_fork(word: str, topology: Topology, function: Callable[..., Any] | None, unsafe: str) -> Launcher:
-    program = this_program()
     if function is None and program.is_interactive:
         raise ValueError(NO_NEXT_LINE)
     if word == "fork":
         raise ValueError(f"`launcher='fork'`: {unsafe}. Call `launch` before that, or pass `launcher='auto'`.")
-    if function is not None:
-        return forkserver(topology)
     if program.can_run_again:
         return Script(topology)
     raise ValueError(
         f"`launch()` in {program.words} cannot fork: {unsafe}. And it cannot run the program again: there is no file. "
-        "Call `launch()` before the first tensor operation, or pass a function that a module file defines: "
-        "`launch(function)` with `launcher='forkserver'`."
+        "Call `launch()` before the first tensor operation, or pass what the ranks run: `launch(function)`."
     )

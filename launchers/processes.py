@@ -16,7 +16,7 @@ from fabric.launchers.rank.task import CallFunction
 from fabric.launchers.script import start_interpreter
 from fabric.launchers.supervision import ending
 from fabric.launchers.supervision.fork_server import fork_server
-from fabric.launchers.supervision.supervisor import Child, supervise
+from fabric.launchers.supervision.supervisor import Child, say, supervise
 from fabric.launchers.world import World
 
 R = TypeVar("R")
@@ -25,7 +25,7 @@ R = TypeVar("R")
 @final
 class Processes(Launcher):
     """Ranks that start at a function. `start(world, task)` starts one of them; all start once more after a failure, up
-    to `max_restarts` times."""
+    to `max_restarts` times. `is_chosen`: by fabric, and not by the user."""
 
     def __init__(
         self,
@@ -33,8 +33,11 @@ class Processes(Launcher):
         word: Literal["spawn", "forkserver", "elastic"],
         start: Callable[[World, CallFunction], Child],
         max_restarts: int = 0,
+        *,
+        is_chosen: bool = False,
     ) -> None:
         self.topology, self.word, self.start, self.max_restarts = topology, word, start, max_restarts
+        self.is_chosen = is_chosen
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
         result: R = self._results(False, worker, args)[0]
@@ -52,6 +55,11 @@ class Processes(Launcher):
 
     def _results(self, everyone: bool, worker: Callable[..., R], args: tuple[Any, ...]) -> list[R]:
         task = tasks.call_function(worker, args, everyone=everyone, launcher=self.word)
+        if self.is_chosen and task.main_file is not None:
+            say(
+                f"`launch(function)` starts new processes, where the globals of {task.main_file} are as its import "
+                "leaves them: pass what was set since as arguments. `launcher='fork'` copies this process."
+            )
         supervisor = supervise(
             self.topology,
             self.word,
@@ -72,6 +80,10 @@ PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 """The first optimizer, and `DistributedDataParallel`, import dynamo: a second in every rank without this."""
 
 
-def forkserver(topology: Topology, preload: tuple[str, ...] = PRELOAD) -> Processes:
+def forkserver(topology: Topology, preload: tuple[str, ...] = PRELOAD, *, is_chosen: bool = False) -> Processes:
     """Ranks as forks of a server that has imported `preload` once and done nothing else."""
-    return Processes(topology, "forkserver", lambda world, task: fork_server().start(world, task, preload))
+
+    def start(world: World, task: CallFunction) -> Child:
+        return fork_server().start(world, task, preload)
+
+    return Processes(topology, "forkserver", start, is_chosen=is_chosen)

@@ -19,6 +19,8 @@ try:
 except FileNotFoundError:  # it was deleted
     STARTED_IN = os.sep
 """The working directory when this package was imported: paths of the command line are relative to it."""
+NUM_THREADS: int = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 0
+"""Torch's number of threads then; 0: torch was not imported."""
 _WITH_VALUE = re.compile(r"-([^-cmWX]*)([cmWX])(.*)", re.DOTALL)
 """An option with a value, after others without one: `-um package`, `-Wignore`."""
 

@@ -130,7 +130,7 @@ class Reporter:
         at_ns = time.monotonic_ns()
         if not self.has_told_the_end:
             _forget_workers()
-            self.send(_failure(self.rank, at_ns, error, self.progress()))
+            self.send(failure_of(self.rank, at_ns, error, self.progress()))
             self.has_told_the_end = True
 
     def leaving(self) -> None:
@@ -168,7 +168,8 @@ def read_reports(received: bytearray) -> Iterator[object]:
         yield report
 
 
-def _failure(rank: int, at_ns: int, error: BaseException, progress: str) -> Failure:
+def failure_of(rank: int, at_ns: int, error: BaseException, progress: str) -> Failure:
+    """The failure of a rank by an exception. `progress`: how far its loop was."""
     return Failure(
         rank=rank,
         at_ns=at_ns,

@@ -20,6 +20,7 @@ from fabric.launchers.process.interpreter import close_files, join_threads, run_
 from fabric.launchers.process.os_process import die_with_parent, num_cores
 from fabric.launchers.process.reports import Reporter, Saving
 from fabric.launchers.rank.network import interface_for
+from fabric.launchers.rank.settings import has_own_num_threads
 from fabric.launchers.world import World
 
 NUM_REPEATS = 10
@@ -171,10 +172,10 @@ def _exit_code(leaving: SystemExit) -> int:
 
 
 def _share_cores(value: str) -> None:
-    """If torch is loaded already, it has read an earlier value of OMP_NUM_THREADS.
+    """If torch is loaded already, it has read an earlier value of OMP_NUM_THREADS. A number that the program set stays.
 
     `value`: the variable, which may list one number for each level of nesting. OpenMP ignores what is no number.
     """
     num_threads = value.partition(",")[0].strip()
-    if "torch" in sys.modules and num_threads.isdecimal() and int(num_threads) > 0:
+    if "torch" in sys.modules and not has_own_num_threads() and num_threads.isdecimal() and int(num_threads) > 0:
         sys.modules["torch"].set_num_threads(int(num_threads))

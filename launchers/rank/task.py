@@ -12,20 +12,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import IO, Any, NoReturn
 
 from fabric.launchers.process import pickling
 from fabric.launchers.process import program as main_module
 from fabric.launchers.rank.rank import become_rank, rank_environ, run_and_end, run_to_the_end
+from fabric.launchers.rank.settings import read_settings, restore
 from fabric.launchers.world import World
-
-RANDOM = {
-    "random": ("getstate", "setstate"),
-    "numpy.random": ("get_state", "set_state"),
-    "torch": ("get_rng_state", "set_rng_state"),
-}
-"""Random generators by module: how their state is read, and restored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +30,7 @@ class CallFunction:
     """The directory in which the program is imported."""
     folder: str
     argv: list[str]
-    random_states: Mapping[str, Any]
+    settings: Mapping[str, Any]
     call: bytes
     """`(worker, args)`, pickled."""
     main_file: str | None
@@ -84,9 +77,7 @@ def call_function(worker: Callable[..., Any], args: tuple[Any, ...], *, everyone
         started_in=main_module.STARTED_IN,
         folder=os.getcwd(),
         argv=list(sys.argv),
-        random_states={
-            name: getattr(sys.modules[name], read)() for name, (read, _) in RANDOM.items() if name in sys.modules
-        },
+        settings=read_settings(),
         call=call,
         main_file=main_file if needs_main else None,
         main_module=spec.name if spec is not None else None,
@@ -123,8 +114,7 @@ def _call(world: World, task: CallFunction) -> Any:
         main_module.import_main(task.main_file, task.main_module)
     os.chdir(task.folder)
     worker, args = pickle.loads(task.call)
-    for name, state in task.random_states.items():  # an import may have drawn random numbers
-        getattr(import_module(name), RANDOM[name][1])(state)
+    restore(task.settings)  # after the import, which may have drawn random numbers
     return worker(world, *args)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -61,18 +62,45 @@ def join(world: World, timeout_seconds: float, report: Callable[[str], None]) ->
 
 
 def _connect(world: World, at: Rendezvous, patience: Patience) -> TCPStore:
-    """A connection to the store; on rank 0 the store itself, if no other process serves it."""
+    """A connection to the store; on rank 0 the store itself, if no other process serves it.
+
+    It connects in a thread, because torch's client waits without a limit for a server that accepts its connection and
+    is silent, such as another program at a MASTER_ADDR of an earlier job.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if world.rank == 0 and not at.hosted:
-        return _serve(at.address, at.port)
-    _await_server(world, at, patience)
-    return TCPStore(at.address, at.port, is_master=False, wait_for_workers=False, timeout=patience.left())
+        return _serve(at.port)
+    server = f"{'the process that started the ranks' if at.hosted else 'rank 0'} at {at.address}:{at.port}"
+    found: list[TCPStore] = []
+    state: list[object] = []
+
+    def connect() -> None:
+        started = time.monotonic()
+        while not found and not patience.is_over():
+            try:
+                socket.create_connection((at.address, at.port), timeout=SAY_EVERY_SECONDS).close()
+                state[:] = ["accepts connections, and does not answer as a store of ranks"]
+                found.append(
+                    TCPStore(at.address, at.port, is_master=False, wait_for_workers=False, timeout=patience.left())
+                )
+            except (OSError, RuntimeError) as error:
+                state[:] = [error]
+                _pause(started)
+
+    threading.Thread(target=connect, daemon=True).start()
+    patience.wait(
+        lambda: bool(found),
+        lambda: f"{server}: {state[0] if state else 'no answer'}",
+        ". Check that rank 0 was started, and that MASTER_ADDR and MASTER_PORT name its machine.",
+        speaks=world.rank == 1 or world.local_rank == 0,
+    )
+    return found[0]
 
 
 @functools.cache
-def _serve(address: str, port: int) -> TCPStore:
-    """The store at this address, served by this process until it ends.
+def _serve(port: int) -> TCPStore:
+    """The store on this port, served by this process until it ends.
 
     Cached: the other ranks stay connected to it, and a second meeting in this process uses the same server instead of
     a port that is taken.
@@ -80,33 +108,12 @@ def _serve(address: str, port: int) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
-        return TCPStore(address, port, is_master=True, wait_for_workers=False)
+        return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # it serves all addresses
     except RuntimeError as error:
         raise RuntimeError(
-            f"Rank 0 cannot serve the rendezvous at {address}:{port}: {str(error).splitlines()[0]} "
+            f"Rank 0 cannot serve the rendezvous on port {port}: {str(error).splitlines()[0]} "
             "Set MASTER_PORT to a free port of rank 0's machine, the same on every rank."
         ) from error
-
-
-def _await_server(world: World, at: Rendezvous, patience: Patience) -> None:
-    """Return once something accepts connections at the address."""
-    why: list[OSError] = []
-
-    def answers() -> bool:
-        try:
-            socket.create_connection((at.address, at.port), timeout=SAY_EVERY_SECONDS).close()
-        except OSError as error:
-            why[:] = [error]
-            return False
-        return True
-
-    server = "the process that started the ranks" if at.hosted else "rank 0"
-    patience.wait(
-        answers,
-        lambda: f"{server} at {at.address}:{at.port}: {why[0]}",
-        ". Check that rank 0 was started, and that MASTER_ADDR and MASTER_PORT name its machine.",
-        speaks=world.local_rank == 0,
-    )
 
 
 def _compare_worlds(store: Store, world: World) -> None:
@@ -190,20 +197,28 @@ class Patience:
         """The time until the deadline."""
         return timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))
 
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() > self._deadline
+
     def wait(
-        self, is_over: Callable[[], bool], awaited: Callable[[], str], advice: str, *, speaks: bool = True
+        self, has_come: Callable[[], bool], awaited: Callable[[], str], advice: str, *, speaks: bool = True
     ) -> None:
-        """Return once it `is_over`. Meanwhile a rank that `speaks` reports what is `awaited`.
+        """Return once it `has_come`. Meanwhile a rank that `speaks` reports what is `awaited`.
 
         Raises: TimeoutError: it names what is awaited.
         """
         started = time.monotonic()
-        while not is_over():
-            now = time.monotonic()
-            if now > self._deadline:
+        while not has_come():
+            if self.is_over():
                 raise TimeoutError(f"{self._who.capitalize()} waited {self._seconds:g} s for {awaited()}{advice}")
-            if now > self._next_words:
-                self._next_words = now + SAY_EVERY_SECONDS
+            if time.monotonic() > self._next_words:
+                self._next_words = time.monotonic() + SAY_EVERY_SECONDS
                 if speaks:
                     self._report(f"{self._who} waits for {awaited()}")
-            time.sleep(min(max((now - started) * LATER, 0.001), LONGEST_PAUSE_SECONDS))
+            _pause(started)
+
+
+def _pause(since: float) -> None:
+    """Sleep before another look; longer if the first one was long ago."""
+    time.sleep(min(max((time.monotonic() - since) * LATER, 0.001), LONGEST_PAUSE_SECONDS))

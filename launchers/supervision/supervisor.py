@@ -210,7 +210,7 @@ class Supervisor:
                 case Failure():
                     self._fail(report)
                 case _:
-                    _say(str(report))
+                    say(str(report))
 
     def _copy(self, reader: int, copy: Callable[[], bool]) -> None:
         """Copy what a rank has printed; at end of file stop watching the pipe."""
@@ -326,7 +326,7 @@ class Supervisor:
     def _say_we_wait(self, number: int) -> None:
         grace = self.topology.stop_grace_seconds
         seconds = f"{GRACE_SECONDS:g} s to end, and longer for a save" if grace is None else f"{grace:g} s to end"
-        _say(
+        say(
             f"Got {signal.Signals(number).name}: rank {', '.join(map(str, sorted(self._running)))} may take up to "
             f"{seconds}. Send it again to end them now."
         )
@@ -338,7 +338,7 @@ class Supervisor:
             words = ask_all([watcher], f"table {HANGS_SECONDS}", TABLE_SECONDS)[watcher.rank]
             if isinstance(words, bytes):
                 if words.strip():
-                    _say(words.decode())
+                    say(words.decode())
                 return
 
 
@@ -364,13 +364,13 @@ def supervise(
         if not failures or supervisor.ended_by is not None or topology.attempt == max_restarts:
             return supervisor
         topology = replace(topology, attempt=topology.attempt + 1)
-        _say(
+        say(
             f"{failure.describe(failures, topology.size, supervisor.departures)}\n\n"
             f"All ranks start again: restart {topology.attempt} of {max_restarts}."
         )
 
 
-def _say(words: str) -> None:
+def say(words: str) -> None:
     """Print to stderr; on a terminal below the line of a progress bar, and wrapped at words."""
     with contextlib.suppress(OSError):
         if sys.stderr.isatty():

@@ -30,11 +30,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, final
 
+from fabric.launchers.process.reports import failure_of
 from fabric.launchers.process.stack import frames_of, is_within, users_line
 from fabric.launchers.rank.network import own_address
 from fabric.launchers.rank.rank import own_supervisor
+from fabric.launchers.supervision.failure import departure, describe
 from fabric.launchers.watch.activity import ELSEWHERE, Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, Silence, ask_all
 from fabric.launchers.watch.table import DIVERGED, first_difference, waiting_calls, who_waits, why_none_goes_on
@@ -67,6 +70,8 @@ PEER_TO_PEER = "torch/distributed/distributed_c10d.py", ("send", "recv")
 """Functions that wait for another rank, which the flight recorder omits on gloo (torch 2.13)."""
 
 
+FIRST_LEFT = "watch/first_left"
+"""The key of the rank that has closed its fabric first, and how far its loop was."""
 _NEVER = float("inf")
 
 
@@ -122,13 +127,19 @@ class Watcher:
         if self._supervisor is not None:
             self._supervisor.send(self._place)
             self._supervisor.progress = progress
+        else:
+            self._hook, sys.excepthook = sys.excepthook, self._uncaught
         self._thread = threading.Thread(target=self._run, daemon=True, name="fabric-watch")
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and close the port."""
+        """End the thread and close the port; without a supervisor tell the others that this rank leaves."""
         self._listener.close()
         self._thread.join()
+        if self._supervisor is None:
+            sys.excepthook = self._hook
+            with contextlib.suppress(RuntimeError):  # the store has ended: so have the others
+                self._store.compare_set(FIRST_LEFT, "", f"{self._world.rank} {self._progress()}")
 
     # What this rank does
 
@@ -210,6 +221,19 @@ class Watcher:
             case "table":
                 return (self.table(if_waiting_seconds=float(rest)) or " ").encode()
         return b"ok"
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Name the rank that left first, in the place of the traceback of a collective that has lost it."""
+        own, left = failure_of(self._world.rank, time.monotonic_ns(), error, self._progress()), ""
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([FIRST_LEFT]):
+                left = self._store.get(FIRST_LEFT).decode()
+        if not own.lost_peer or not left:
+            self._hook(kind, error, trace)
+            return
+        rank, _, progress = left.partition(" ")
+        gone = departure(int(rank), own.at_ns, f"left {progress}".rstrip())
+        print(describe([own], self._world.size, [gone]), file=sys.stderr, flush=True)
 
     # The whole job
 

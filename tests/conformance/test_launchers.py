@@ -72,7 +72,21 @@ class Noise(Dataset):
         return torch.cat([torch.tensor([float(index)]), torch.rand(1)])
 
 
+def settings():
+    return {
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "seed": torch.initial_seed(),
+        "determinism": torch.get_deterministic_debug_mode(),
+        "matmul": torch.backends.mkldnn.matmul.fp32_precision,
+        "convolution": torch.backends.cudnn.conv.fp32_precision,
+        "benchmark": torch.backends.cudnn.benchmark,
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+    }
+
+
 def draw(fabric):
+    set_here = settings()
     fabric.setup(torch.nn.Linear(1, 1))  # from the first batch on, ranks draw apart
     loader = fabric.setup_dataloaders(DataLoader(Noise(), batch_size=2, shuffle=True, num_workers=2))
     mine = {
@@ -80,22 +94,31 @@ def draw(fabric):
         "python": random.random(),
         "order": torch.cat([batch[:, 0] for batch in loader]),
         "workers": torch.cat([batch[:, 1] for batch in loader]),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-    return {name: values.tolist() for name, values in fabric.all_gather(mine).items()}
+    return {name: values.tolist() for name, values in fabric.all_gather(mine).items()} | {"settings": set_here}
 
 
 if __name__ == "__main__":
     launcher, size = sys.argv[1:]
     seed_everything(7)
-    fabric = Fabric(accelerator="cpu", strategy="ddp", devices=int(size), launcher=launcher, deterministic=True)
-    print(fabric.launch(draw))
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(3)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.enable_flash_sdp(False)
+    fabric = Fabric(accelerator="cpu", strategy="ddp", devices=int(size), launcher=launcher)
+    before, result = settings(), fabric.launch(draw)
+    print({**result, "settings": result["settings"] == before or (result["settings"], before)})
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("others", [["forkserver"], pytest.param(["spawn", "script"], marks=pytest.mark.thorough)])
-def test_random_numbers_and_determinism_are_the_same_in_every_launcher(others: list[str], tmp_path: Path) -> None:
+def test_random_numbers_and_the_settings_of_torch_are_the_same_in_every_launcher(
+    others: list[str], tmp_path: Path
+) -> None:
     program = tmp_path / "draw.py"
     program.write_text(RANDOM)
     found = {launcher: eval(run(program, launcher, 2)) for launcher in ("fork", *others)}
@@ -104,4 +127,4 @@ def test_random_numbers_and_determinism_are_the_same_in_every_launcher(others: l
     assert first["torch"][0] == first["torch"][1]  # one seed for all ranks
     assert first["workers"][0] != first["workers"][1]  # and augmentations of their own
     assert sorted(first["order"][0] + first["order"][1]) == [float(index) for index in range(8)]
-    assert first["deterministic"] == [True, True]
+    assert first["settings"] is True  # those of the process that launched

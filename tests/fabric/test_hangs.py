@@ -8,6 +8,7 @@ import pty
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -216,13 +217,13 @@ def test_a_step_that_was_skipped_on_one_rank_raises_with_the_lines_of_both(tmp_p
 
 
 ALONE = """
-import sys
+import os, sys
 import torch
 from fabric import Fabric
 
 what, strategy, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
-after = 0.3 if what == "saves" else 30
-fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="fork", report_after_seconds=after)
+after, launcher = 0.3 if what == "saves" else 30, "external" if "RANK" in os.environ else "fork"
+fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher=launcher, report_after_seconds=after)
 fabric.launch()
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
@@ -241,10 +242,10 @@ BACKWARD = next(number for number, text in enumerate(ALONE.splitlines(), 1) if "
 SAVE = next(number for number, text in enumerate(ALONE.splitlines(), 1) if "fabric.save" in text)
 
 
-def end_alone(tmp_path: Path, *words: str) -> str:
-    """What the job prints to stderr until it fails."""
+def end_alone(tmp_path: Path, *words: str, by: Sequence[str] = ()) -> str:
+    """What the job prints to stderr until it fails. `by`: the program that starts its ranks."""
     (tmp_path / "program.py").write_text(ALONE)
-    with running([tmp_path / "program.py", *words]) as program:
+    with running([*by, tmp_path / "program.py", *words]) as program:
         _, output = program.process.communicate(timeout=60)
     assert program.process.returncode == 1, output
     return output
@@ -267,6 +268,16 @@ def test_a_rank_that_leaves_its_loop_ends_the_job_without_a_traceback_of_gloo(tm
     )
     assert last.startswith("rank 1 of 2 failed first: left with exit code 0 after 5 steps while other ranks still comm")
     assert "Traceback" not in output
+
+
+def test_a_rank_that_leaves_its_loop_is_named_under_torchrun_too(tmp_path: Path) -> None:
+    by = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    output = end_alone(tmp_path, "leaves", "ddp", "4", by=by)
+    assert re.search(
+        rf"rank 0 of 2, .* fabric\.backward, \S*program\.py:{BACKWARD} in <module>, after 5 steps: ", output
+    )
+    assert "\nrank 1 of 2 failed first: left after 5 steps while other ranks still communicated with it" in output
+    assert "run_backward" not in output  # of the traceback of gloo's error
 
 
 def test_a_rank_that_leaves_its_loop_in_a_watched_step_raises_on_all(tmp_path: Path) -> None:

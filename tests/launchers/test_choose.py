@@ -108,7 +108,7 @@ def test_dash_c_after_a_tensor_operation_says_which_launcher_works() -> None:
     done = run(["-c", lines(ENTER, before=HEAT)])
     assert done.returncode == 1
     assert "`launch()` in `python -c` cannot fork: this process has " in done.stderr
-    assert "`launch(function)` with `launcher='forkserver'`" in done.stderr
+    assert "or pass what the ranks run: `launch(function)`" in done.stderr
 
 
 @pytest.mark.slow
@@ -148,7 +148,8 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launcher", "state", "found"), [("auto", "cold", "patched"), ("auto", "warm", "fresh"), ("spawn", "cold", "fresh")]
+    ("launcher", "state", "found"),
+    [("fork", "cold", "patched"), ("auto", "cold", "fresh"), ("auto", "warm", "fresh"), ("spawn", "cold", "fresh")],
 )
 def test_a_closure_is_launched_and_a_patched_module_is_patched_in_ranks_that_were_forked(
     tmp_path: Path, launcher: str, state: str, found: str
@@ -173,11 +174,12 @@ def test_script_without_a_file_says_which_launcher_works() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "action", "word"),
-    [("", ENTER, "fork"), (HEAT, ENTER, "script"), ("", CALL, "fork"), (HEAT, CALL, "forkserver")],
+    [("", ENTER, "fork"), (HEAT, ENTER, "script"), ("", CALL, "forkserver"), (HEAT, CALL, "forkserver")],
 )
-def test_auto_in_a_file_takes_what_works_after_what_was_done(
+def test_auto_in_a_file_takes_one_launcher_for_a_function_and_for_lines_what_works_after_what_was_done(
     tmp_path: Path, before: str, action: str, word: str
 ) -> None:
+    """And for a function it says what new processes have of the script, in one line."""
     action += "; sys.stdout.write(detect_world(os.environ).launcher + '\\n' if detect_world(os.environ) else '')"
     (tmp_path / "program.py").write_text(
         lines(f"if __name__ == '__main__':\n    {action}", before=before).replace(
@@ -187,6 +189,8 @@ def test_auto_in_a_file_takes_what_works_after_what_was_done(
     done = run([tmp_path / "program.py"])
     assert done.returncode == 0, done.stderr
     assert f"result {word}" in done.stdout or done.stdout.count(f"{word}\n") == 2
+    said = f"where the globals of {tmp_path}/program.py are as its import leaves them: pass what was set since"
+    assert done.stderr.count(said) == (word == "forkserver")
 
 
 @pytest.mark.slow
@@ -210,6 +214,7 @@ def test_a_module_run_by_name_launches_by_script_and_by_forkserver(tmp_path: Pat
 def test_a_script_without_a_main_guard_raises_with_what_to_write(tmp_path: Path, word: str) -> None:
     (tmp_path / "program.py").write_text(lines(CALL, word=word))
     done = run([tmp_path / "program.py"])
+    assert "globals" not in done.stderr  # said only where the user has not chosen
     assert done.returncode == 1
     assert "under `if __name__ == '__main__':`." in done.stderr.splitlines()[-1]
     assert "program.py launches while another process imports it: a rank, or a worker" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -73,8 +74,34 @@ def test_an_address_without_a_server_is_an_error_that_names_it() -> None:
         join(world(1, port, hosted=False), 0.2, print)
 
 
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request"])
+def test_an_address_at_which_another_program_listens_is_an_error_that_names_it(answer: bytes) -> None:
+    """A MASTER_ADDR of an earlier job; torch would wait for one that is silent, whatever the timeout."""
+
+    def serve() -> None:
+        for _ in range(2):  # the first one only looks whether anybody listens
+            connections.append(listener.accept()[0])
+        connections[1].sendall(answer)
+
+    connections: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as server:
+        server.submit(serve)
+        port = listener.getsockname()[1]
+        with pytest.raises(TimeoutError, match=f"waited 0.2 s for rank 0 at 127.0.0.1:{port}: accepts connections"):
+            join(world(1, port, hosted=False), 0.2, print)
+    for connection in connections:
+        connection.close()
+
+
+def test_rank_zero_serves_the_store_whatever_address_it_was_given() -> None:
+    """MASTER_ADDR may be of an earlier job: rank 0 says for whom it waits, and the others where they look for it."""
+    at = Rendezvous(address="no-such-machine.invalid", port=free_port(), hosted=False)
+    with pytest.raises(TimeoutError, match=r"Rank 0 of 2 waited 0.2 s for rank 1, which did not arrive"):
+        join(World(size=2, local_size=2, rendezvous=at), 0.2, print)
+
+
 def test_a_port_that_is_taken_is_an_error_that_names_it(point: MeetingPoint) -> None:
-    with pytest.raises(RuntimeError, match=rf"Rank 0 cannot serve the rendezvous at 127.0.0.1:{point.port}: "):
+    with pytest.raises(RuntimeError, match=rf"Rank 0 cannot serve the rendezvous on port {point.port}: "):
         join(world(0, point.port, hosted=False), 1, print)
     with pytest.raises(RuntimeError, match=rf"Node 0 cannot serve the rendezvous on port {point.port}: "):
         MeetingPoint(Topology(num_processes=1, num_nodes=2, main_port=point.port))
