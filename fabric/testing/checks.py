@@ -43,6 +43,9 @@ TOLERANCES: Mapping[str, float] = {
 }
 """Relative and absolute tolerance, by precision."""
 
+_AT_ONCE = 16
+"""Cases of one launch. The sanitizer compares all models that a fabric has set up, those of earlier cases as well."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +97,9 @@ def survey(
     tolerance: float | None = None,
     seed: int | None = None,
 ) -> list[Finding]:
-    """Run cases (None: all) over a strategy in one launch, and return the result of each, in their order.
+    """Run cases (None: all) over a strategy in a few launches, and return the result of each, in their order.
 
-    If a case raises an error that the strategy does not declare, the launch ends; each case is then launched
+    If a case raises an error that the strategy does not declare, its launch ends; each case is then launched
     separately, so that one failure hides no other. Arguments and errors as in `check`, but failures are returned.
     """
     chosen = list(cases() if these is None else these)
@@ -121,7 +124,7 @@ def survey(
     make()  # refused arguments raise here
     if len(chosen) > 1:
         with suppress(raised):
-            return launch(chosen)
+            return [each for start in range(0, len(chosen), _AT_ONCE) for each in launch(chosen[start:][:_AT_ONCE])]
     return [launch_alone(case) for case in chosen]
 
 
