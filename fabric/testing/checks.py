@@ -43,9 +43,6 @@ TOLERANCES: Mapping[str, float] = {
 }
 """Relative and absolute tolerance, by precision."""
 
-_AT_ONCE = 16
-"""Cases of one launch. The sanitizer compares all models that a fabric has set up, those of earlier cases as well."""
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +120,9 @@ def survey(
 
     make()  # refused arguments raise here
     if len(chosen) > 1:
+        # 16 in a launch: the sanitizer compares all models that a fabric has set up, those of earlier cases as well.
         with suppress(raised):
-            return [each for start in range(0, len(chosen), _AT_ONCE) for each in launch(chosen[start:][:_AT_ONCE])]
+            return [each for start in range(0, len(chosen), 16) for each in launch(chosen[start : start + 16])]
     return [launch_alone(case) for case in chosen]
 
 
