@@ -45,8 +45,13 @@ test: environment  ## All tests but the thorough ones; PYTEST_ARGS='-k seed' for
 test-thorough: environment  ## All tests that need no environment of their own
 	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) $(PYTEST_ARGS)
 
-# On accelerators foreach is torch's default, and fused is what users write.
-STEPS := $(addprefix tests/strategies/,ddp fairscale fsdp gradients manual model_parallel module precision sharding) tests/conformance
+# On accelerators foreach is torch's default, and fused is what users write. Left out is what says nothing new with
+# them: tests that name the kernels, or optimizers that have none, and those of a forward, a refusal or a program.
+STEPS := $(addprefix tests/strategies/,ddp fairscale fsdp gradients manual model_parallel module precision sharding) \
+    $(addprefix tests/conformance/test_,strategies.py checkpoints.py) $(addprefix --ignore tests/strategies/,\
+    model_parallel/test_context_parallel.py model_parallel/pipeline/test_refusals.py module/test_activation_checkpointing.py \
+    module/test_compile.py module/test_forward.py module/test_outputs.py module/test_reentrant.py module/test_wrap_policy.py \
+    precision/test_output_dtype.py sharding/test_execution_order.py sharding/test_owners.py sharding/test_resharded_roots.py)
 test-foreach: environment  ## What steps optimizers, with foreach as their default
 test-fused: environment  ## The same with fused
 test-foreach test-fused:

@@ -90,6 +90,14 @@ WHOLE = (
 """Where each parameter is a role, a strategy, a fault or a refusal of its own: these tests run with all of them."""
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported stays: looking for garbage in it would take every worker a second."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a slow test with several parameters, all but a few cases are thorough: every tenth one, and at least one, run

@@ -60,7 +60,6 @@ if __name__ == "__main__":
 
 STARTING = [("inline", 1), ("fork", 2), ("forkserver", 2), ("spawn", 2), ("script", 2), ("elastic", 2)]
 ENTERING = [("inline", 1), ("fork", 2), ("script", 2), ("elastic", 2)]
-STARTING_INTERPRETERS = ("spawn", "script")
 pytestmark = pytest.mark.slow
 
 
@@ -71,7 +70,7 @@ def outcome(word: str, size: int, case: str) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "program.py")
         program.write_text(PROGRAM)
-        done = run([*before, program, word, str(size), case], fresh=word in STARTING_INTERPRETERS)
+        done = run([*before, program, word, str(size), case], fresh=word == "spawn")
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

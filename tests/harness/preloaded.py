@@ -6,6 +6,7 @@ and FairScale, where they are installed, are imported as their strategies import
 
 from __future__ import annotations
 
+import gc
 from importlib.util import find_spec
 
 import kernels
@@ -22,6 +23,7 @@ import fabric.strategies.model_parallel.strategy
 import fabric.testing
 from fabric.launchers.world import World
 
+gc.set_threshold(10_000)  # ranks live for a second: every 700 objects, a twentieth of it is spent in collecting
 torch._dynamo.backends.registry.list_backends()
 kernels.use_chosen()
 

@@ -262,7 +262,7 @@ def test_a_spawned_worker_of_a_script_without_a_main_guard_says_what_to_write(
 ) -> None:
     """It imports the script, and would launch: as a second rank 0, where its parent is one."""
     (tmp_path / "program.py").write_text(WORKERS)
-    done = run([tmp_path / "program.py", launcher, str(size)], fresh=True)
+    done = run([tmp_path / "program.py", launcher, str(size)])
     assert done.returncode == 1
     assert "batch" not in done.stdout
     assert "program.py launches while another process imports it: a rank, or a worker of a `DataLoader`" in done.stderr
@@ -287,7 +287,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("launcher", ["fork", "script"])
 def test_a_fabric_that_a_spawned_worker_only_makes_is_no_error(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "program.py").write_text(GUARDED)
-    done = run([tmp_path / "program.py", launcher], fresh=True)
+    done = run([tmp_path / "program.py", launcher])
     assert (done.returncode, done.stdout) == (0, "batch\n" * 4), done.stderr
 
 
@@ -341,7 +341,7 @@ def test_a_child_process_of_a_rank_is_no_rank(
 ) -> None:
     (tmp_path / "program.py").write_text(PARENT)
     (tmp_path / "child.py").write_text(CHILD)
-    done = run([tmp_path / "program.py", launcher, tmp_path / "child.py", str(size), strategy, way], fresh=True)
+    done = run([tmp_path / "program.py", launcher, tmp_path / "child.py", str(size), strategy, way])
     assert done.returncode == 0, done.stderr
     words = [f"child {rank} of {size} {float(size)}" for rank in range(size)] * 2
     assert sorted(done.stdout.splitlines()) == sorted(words if way == "program" else [])
@@ -386,8 +386,8 @@ def test_a_program_that_has_changed_its_directory_is_found_by_its_ranks(
         "fabric run": ["-m", "fabric", "run", "pack/train.py"],
     }
     elsewhere = str(tmp_path / "elsewhere") if when == "before" else "elsewhere"
-    done = run([*start[way], when, elsewhere, "script"], fresh=True)
+    done = run([*start[way], when, elsewhere, "script"], fresh=when == "before")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{rank} {tmp_path}/elsewhere True" for rank in range(2)]
-    done = run([*start[way], when, elsewhere, "spawn"], fresh=True)
+    done = run([*start[way], when, elsewhere, "spawn"], fresh=when == "before")
     assert done.stdout == "2 ranks\n", done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pty
@@ -95,6 +96,7 @@ def test_each_cluster_environment_is_reported_with_a_command_or_what_is_missing(
     assert nowhere["xla"].startswith("`torch_xla` is not installed: `pip install 'torchfabric[xla]' && export PJRT_DEV")
 
 
+@functools.cache  # it takes seconds, and says the same each time
 def doctor(*arguments: str) -> str:
     command = [sys.executable, "-m", "fabric", "doctor", *arguments]
     return template.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
