@@ -27,7 +27,7 @@ from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.parameters import parameters_of
-from fabric.strategies.undo import replace_attributes, undo_all
+from fabric.strategies.undo import undo_all
 
 _NUMBERS = ("step", "mu_product", "mu", "eta")
 """State of torch's optimizers that is a scalar for every shape of the parameter."""
@@ -75,17 +75,6 @@ def attach_optimizer(
         parameters = parameters_of(optimizer)
         return map_state(content, lambda index, name, value: _whole_entry(collective, name, value, parameters[index]))
 
-    # Not by a hook: an optimizer whose own `load_state_dict` calls that of torch would read whole tensors afterwards.
-    def load_sliced(load: Callable[[dict[str, Any]], None], content: dict[str, Any]) -> None:
-        by_index = by_saved_index(optimizer, content)
-        known = {index: entries for index, entries in content["state"].items() if index in by_index}
-        load(
-            map_state(
-                {**content, "state": known},
-                lambda index, name, value: _sliced_entry(name, value, by_index[index], rank, size),
-            )
-        )
-
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parameters = owned(optimizer)
         reveal(parameters)
@@ -105,7 +94,7 @@ def attach_optimizer(
             optimizer.register_step_pre_hook(before_step).remove,
             optimizer.register_step_post_hook(after_step).remove,
             optimizer.register_state_dict_post_hook(gather).remove,
-            replace_attributes(optimizer, load_state_dict=partial(load_sliced, optimizer.load_state_dict)),
+            optimizer.register_load_state_dict_pre_hook(partial(_cut_state, collective)).remove,
         )
     )
 
@@ -115,6 +104,16 @@ def _whole_entry(collective: Collective, name: str, value: Any, parameter: Any) 
         return value
     whole = whole_of(collective, value, parameter._orig_size) if _is_sliced(name, value, parameter) else value
     return whole.to("cpu", copy=True)
+
+
+def _cut_state(collective: Collective, optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+    """A whole state with this rank's shards; what is in shards already stays."""
+    by_index = by_saved_index(optimizer, content)
+    known = {index: entries for index, entries in content["state"].items() if index in by_index}
+    return map_state(
+        {**content, "state": known},
+        lambda index, name, value: _sliced_entry(name, value, by_index[index], collective.rank, collective.size),
+    )
 
 
 def _is_sliced(name: str, value: Any, parameter: Any) -> bool:
@@ -204,7 +203,8 @@ class SlicedState(StateAccess):
         return self._optimizer_state(optimizer, self._shards)
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
-        PLAIN.write_optimizer(optimizer, content)
+        # As shards: an optimizer whose own `load_state_dict` calls that of torch may read what it was given again.
+        PLAIN.write_optimizer(optimizer, _cut_state(self._collective, optimizer, content))
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
         self.write_optimizer(optimizer, in_memory(content, mapped=True))  # of which this rank copies its shards

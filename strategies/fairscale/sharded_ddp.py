@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any, ClassVar, final
 
@@ -58,7 +57,7 @@ from fabric.strategies.target import Target, releases
 from fabric.strategies.tensors.in_shards import InShards
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.parameters import name_some, parameters_of
-from fabric.strategies.undo import replace_attributes, undo_all
+from fabric.strategies.undo import undo_all
 
 
 @final
@@ -296,29 +295,26 @@ class FairScaleShardedGradientSync(GradientSync):
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
             optimizer.register_state_dict_post_hook(self._gather_state).remove,
-            replace_attributes(
-                optimizer, load_state_dict=partial(self._load_owned, optimizer, optimizer.load_state_dict)
-            ),
         ]
 
     def _drop_others(self, optimizer: Optimizer) -> None:
-        for parameter in [each for each in optimizer.state if self.owner[each] != self.rank]:
-            del optimizer.state[parameter]
+        """Drop the state of parameters of other owners, which `load_state_dict` gives every rank."""
+        for parameter in list(optimizer.state):
+            if self.owner.get(parameter, self.rank) != self.rank:
+                del optimizer.state[parameter]
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.owned(optimizer)
+        self._drop_others(optimizer)
         self._hide_others()
         self.is_stepping = True
         self._refresh_trainable()  # the step is broadcast for those that are trained now
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.is_stepping = False
-        self._broadcast(optimizer)
-
     @torch.no_grad()
-    def _broadcast(self, optimizer: Optimizer) -> None:
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Broadcast new values from the owners, after copying parameters that were given other memory
         (`parameter.data = other`) back to that of the buckets."""
+        self.is_stepping = False
         for parameter, kept in self.in_buckets.items():
             if parameter.data_ptr() != kept.data_ptr():
                 parameter.data = kept.copy_(parameter)
@@ -333,16 +329,6 @@ class FairScaleShardedGradientSync(GradientSync):
         ]
         whole = {index: state for part in parts for index, state in part.items()}
         return {**state_dict, "state": dict(sorted(whole.items()))}
-
-    def _load_owned(
-        self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
-    ) -> None:
-        """Load the state of the parameters that this rank owns. Not by a hook: an optimizer whose own
-        `load_state_dict` calls that of torch would read the whole of it afterwards."""
-        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        owners = {index: self.owner[p] for index, p in zip(indices, parameters_of(optimizer), strict=False)}
-        own = {index: state for index, state in state_dict["state"].items() if owners.get(index) == self.rank}
-        load({**state_dict, "state": own})
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.owner

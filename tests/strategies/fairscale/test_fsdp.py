@@ -168,6 +168,7 @@ def gradients(fabric: Fabric) -> dict[str, Any]:
     found["norm"] = sentence(gradient.norm)
     found["clip"] = sentence(nn.utils.clip_grad_norm_, model.parameters(), 1.0)
     found["squares"] = sentence(lambda: (gradient**2).sum())
+    found["wrong input"] = sentence(model, torch.ones(1, 5))  # leaves parameters and gradients as they are
     gradient.mul_(0.5)
     nn.utils.clip_grad_value_(model.parameters(), 0.25)
     optimizer.step()
@@ -180,6 +181,7 @@ def gradients(fabric: Fabric) -> dict[str, Any]:
 def test_gradients_are_changed_by_element_and_what_reads_a_shard_as_a_whole_raises() -> None:
     found = Fabric(accelerator=ACCELERATOR, strategy=STRATEGY, devices=2).launch(gradients)
     assert "ValueError: `SGD` has a parameter group without parameters" in found["groups"]
+    assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied" in found["wrong input"]
     for read in ("norm", "clip", "squares", "after the step"):
         assert "each rank has a shard of each gradient, and the result would be that of the shard" in found[read]
     for difference in found["differences"]:
