@@ -124,8 +124,7 @@ class SampleCut(Cut):
 
     def refuse(self, num_items: int) -> str | None:
         count = self.share.count
-        least = self.step if self.drop_last else 1 if self.uneven else count
-        if num_items < least:
+        if num_items < (self.step if self.drop_last else 1 if self.uneven else count):
             return (
                 f"{num_items} samples leave no batch for each of the {count} ranks, which take {self.step} samples a "
                 f"step (`batch_size={self.batch_size}, drop_last={self.drop_last}`). Look at the filter or path of the "

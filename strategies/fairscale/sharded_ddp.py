@@ -3,7 +3,7 @@
 FairScale's OSS assigns parameters to ranks, ShardedDataParallel reduces each gradient to its owner during backward (Xu
 et al., 2020; Rajbhandari et al., SC 2020). The optimizer is the user's own: after a synchronised backward a rank has
 gradients of the parameters that it owns, and None for others, so the optimizer steps, and has state for, only those; a
-hook on its `step` then broadcasts the new values. `optimizer.state_dict()` is a collective that gathers the state.
+hook on its `step` then broadcasts the new values. `fabric.state_dict(model, optimizer)` gathers the state.
 
 Note [Traps of FairScale closed here]
 - Reduce buffers lose track of `zero_grad(set_to_none=True)`, torch's default, and train wrongly: none are used.
@@ -52,10 +52,10 @@ from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.owners import refuse_part
 from fabric.strategies.sharding.owners_state import OwnersState
 from fabric.strategies.target import Target, releases
 from fabric.strategies.tensors.in_shards import InShards
-from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.parameters import name_some, parameters_of
 from fabric.strategies.undo import undo_all
 
@@ -294,7 +294,7 @@ class FairScaleShardedGradientSync(GradientSync):
         return [
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
-            optimizer.register_state_dict_post_hook(self._gather_state).remove,
+            optimizer.register_state_dict_pre_hook(refuse_part).remove,
         ]
 
     def _drop_others(self, optimizer: Optimizer) -> None:
@@ -319,16 +319,6 @@ class FairScaleShardedGradientSync(GradientSync):
             if parameter.data_ptr() != kept.data_ptr():
                 parameter.data = kept.copy_(parameter)
         self.shards[optimizer]._broadcast_params()
-
-    def _gather_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state of all ranks in torch's own format, as copies on the CPU. Ranks: all call it."""
-        own = map_only_tensors(lambda tensor: tensor.to("cpu", copy=True), state_dict["state"])
-        parts = [
-            self.collective.broadcast_object(own if rank == self.rank else None, src=rank)
-            for rank in range(self.collective.size)
-        ]
-        whole = {index: state for part in parts for index, state in part.items()}
-        return {**state_dict, "state": dict(sorted(whole.items()))}
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.owner
