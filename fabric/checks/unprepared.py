@@ -42,11 +42,15 @@ class UnpreparedOptimizers:
         if replaced or why_set_up is not None:
             undo.callback(register_optimizer_step_pre_hook(self._check).remove)
 
+    def model_of(self, parameter: Tensor) -> str | None:
+        """The model of a parameter that `setup` has replaced; None for any other."""
+        name: str | None = self._replaced.get(parameter)  # type: ignore[no-untyped-call]
+        return name
+
     def refuse_replaced(self, optimizers: Iterable[Optimizer]) -> None:
         """Raise ValueError if an optimizer that was not set up with its model holds parameters that were replaced."""
         for optimizer in optimizers:
-            found = (self._replaced.get(each) for each in parameters_of(optimizer))  # type: ignore[no-untyped-call]
-            for name in filter(None, found):
+            for name in filter(None, map(self.model_of, parameters_of(optimizer))):
                 raise ValueError(_REPLACED.format(optimizer=type(optimizer).__name__, name=name))
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

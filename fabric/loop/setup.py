@@ -82,6 +82,7 @@ class SetUp:
         for moment in self._moments.before_setup:
             moment(module, optimizers)
         bare = self._in_no_module(optimizers, module)
+        self._refuse_shared(uncompiled(module))
         if runtime.device.type == "cpu" and runtime.collective.process_group is not None:
             _refuse_sync_batch_norm(module)
         initialize_empty(module)
@@ -184,6 +185,15 @@ class SetUp:
                     "what `setup` returned."
                 )
 
+    def _refuse_shared(self, module: nn.Module) -> None:
+        """Raise ValueError for a parameter of another model, too, that each would shard, and train, by itself."""
+        others = [*self.models] if self._runtime.forward_communicates else []
+        known = {each: type(other).__name__ for other in others for each in other.parameters()}
+        for name, each in module.named_parameters():
+            other = known.get(each) or (self._unprepared.model_of(each) if each.requires_grad else None)
+            if other is not None:
+                raise ValueError(_SHARED.format(name=name, model=type(module).__name__, other=other))
+
     def _in_no_module(self, optimizers: Sequence[Optimizer], *coming: nn.Module) -> list[Tensor]:
         """The parameters that are in no module. Raises: ValueError: they cannot be averaged, or their module came
         late."""
@@ -227,6 +237,12 @@ class SetUp:
             self._accumulation.guard(optimizers)
         for moment in self._moments.optimizers_set_up:
             moment(optimizers)
+
+
+_SHARED = (
+    "{name!r} of `{model}` is also a parameter of `{other}`, which was set up before, and each would have its own "
+    "shards. Set up one module that has both, or pass `strategy='ddp'`."
+)
 
 
 def _refuse_sync_batch_norm(module: nn.Module) -> None:

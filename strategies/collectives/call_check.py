@@ -115,7 +115,10 @@ def hash_of(words: str) -> int:
 def _side_by_side(calls: list[str], lines: list[str], advice: str) -> str:
     """Each rank's call and its line of the program, without the operands that are equal on all ranks; ranks with equal
     calls from the same line share a paragraph."""
-    common = set.intersection(*(set(call.splitlines()[1:]) for call in calls))
+    operands = [call.splitlines()[1:] for call in calls]
+    common = set.intersection(*map(set, operands))
+    if set().union(*operands) == common:  # the same ones on all ranks, in another order
+        common = {first for first, *others in zip(*operands, strict=False) if others.count(first) == len(others)}
     speakers: dict[tuple[str, str], list[int]] = {}
     for rank, call_and_line in enumerate(zip(calls, lines, strict=True)):
         speakers.setdefault(call_and_line, []).append(rank)

@@ -91,8 +91,8 @@ def _described(
     lines = [f"{operation} with sync_grads" if sync_grads else operation]
 
     def collect(path: str, tensor: Tensor) -> None:
-        spec = Spec.of(tensor)
         check_dense(tensor)
+        spec = Spec.of(tensor)
         if op is not None:
             reduction_dtype(spec.dtype, op)
         tensors.append(tensor)

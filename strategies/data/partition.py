@@ -122,7 +122,7 @@ class SampleCut(Cut):
 
     def refuse(self, num_items: int) -> str | None:
         count = self.share.count
-        if num_items < (self.step if self.drop_last else count):
+        if num_items < (self.step if self.drop_last else 1 if self.uneven else count):
             return (
                 f"{num_items} samples leave no batch for each of the {count} ranks, which take {self.step} samples a "
                 f"step (`batch_size={self.batch_size}, drop_last={self.drop_last}`). Look at the filter or path of the "
@@ -186,8 +186,8 @@ class BatchCut(Cut):
             place = next(i for i, batch in enumerate(last) if batch is largest)
             half = (len(largest) + 1) // 2
             last[place : place + 1] = [largest[:half], largest[half:]]
-        while len(last) < count and before and len(giver := max(before, key=len)) > 1:
-            last.insert(0, [giver.pop()])
+        while len(last) < count and (givers := [batch for batch in before if len(batch) > 1]):
+            last.insert(0, [givers[-1].pop()])
         if len(last) < count and not self.uneven:
             raise ValueError(
                 f"The batch sampler ended with {len(last)} batches of one sample for {count} ranks, and the batches "

@@ -65,24 +65,23 @@ def register(parallel: DistributedDataParallel, hook: CommHook) -> None:
     """Reduce gradients by `hook` from the next backward on."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+    state: Any = None
     if isinstance(hook, PowerSGD):
+        called: TorchHook = powerSGD_hook.powerSGD_hook
         state = powerSGD_hook.PowerSGDState(
             parallel.process_group,
             matrix_approximation_rank=hook.matrix_approximation_rank,
             start_powerSGD_iter=hook.start_step,
             min_compression_rate=hook.min_compression_rate,
         )
-        _register(parallel, state, powerSGD_hook.powerSGD_hook)
     elif isinstance(hook, str):
-        rounded = default_hooks.bf16_compress_hook if hook == "bf16" else default_hooks.fp16_compress_hook
-        _register(parallel, parallel.process_group, rounded)
+        called = default_hooks.bf16_compress_hook if hook == "bf16" else default_hooks.fp16_compress_hook
+        state = parallel.process_group
     else:
-        _register(parallel, None, hook)
+        called = hook
 
-
-def _register(parallel: DistributedDataParallel, state: Any, hook: TorchHook) -> None:
     # Of ours, because torch refuses annotations that are strings, and its own `bf16_compress_hook` over gloo.
     def reduce_bucket(state, bucket):  # type: ignore[no-untyped-def]
-        return hook(state, bucket)
+        return called(state, bucket)
 
     parallel.register_comm_hook(state, reduce_bucket)

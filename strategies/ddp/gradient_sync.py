@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.ddp.comm_hooks import register
 from fabric.strategies.gradients.scaling import Factor, scale_gradients
-from fabric.strategies.gradients.sync import CallModule, Finish, GradientSync, end_reducer
+from fabric.strategies.gradients.sync import GRAPH_OF_GRADIENTS, CallModule, Finish, GradientSync, end_reducer
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.module.outputs import conceal, expose
@@ -36,6 +36,8 @@ _state = attrgetter("requires_grad", "dtype", "device")
 @final
 class DDPGradientSync(GradientSync):
     """Gradient averaging of one model: whether the next backward synchronises, and whether the last one did."""
+
+    refuses = GRAPH_OF_GRADIENTS
 
     def __init__(self, options: DDPStrategy, runtime: Runtime, module: nn.Module) -> None:
         self.options, self.collective, self.module = options, runtime.collective, module

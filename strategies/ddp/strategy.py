@@ -96,8 +96,9 @@ class DDPStrategy(ProcessGroupStrategy):
         if shards:
             refuse_dependent(optimizers, _WHOLE, flat=False)
         place(runtime, module, optimizers, move=move)
-        sync = DDPGradientSync(self, runtime, module)
-        prepared, plain = replica(runtime, module, optimizers, sync), PlainState(runtime.world.size)
+        sync, plain = DDPGradientSync(self, runtime, module), PlainState(runtime.world.size)
+        uncompilable = _SMALL if self.bucket_bytes < _FIRST_BUCKET_BYTES else None
+        prepared = replica(runtime, module, optimizers, sync, uncompilable=uncompilable)
         if not shards:
             return replace(prepared, state=plain)
         end = step_by_owners(runtime.collective, optimizers)
@@ -119,6 +120,12 @@ _WHOLE = (
 )
 
 
+_FIRST_BUCKET_BYTES = 2**20
+"""Of torch's reducer, at which its compiler backend for DistributedDataParallel begins to cut graphs."""
+_SMALL = (
+    f"`torch.compile` cuts its graphs by the buckets of gradients, the first of {_FIRST_BUCKET_BYTES} bytes, and takes "
+    "no smaller ones. Write `DDPStrategy(bucket_bytes=...)` of so many or more."
+)
 _DETAIL = (
     "TORCH_DISTRIBUTED_DEBUG=DETAIL: with it torch's DistributedDataParallel ends the process by SIGSEGV on the CPU "
     "(torch 2.9 to 2.13). Write INFO. `Fabric(sanitize='always')` compares every collective over the ranks, as "

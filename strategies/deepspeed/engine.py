@@ -101,11 +101,16 @@ class Engine(GradientSync):
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of the module, so that the engine handles the backward of its outputs."""
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        if self.stage != 3:
+        if self.stage != 3 and torch.is_grad_enabled():
             self._added_parameters.refuse(NEVER_TRAINED)
-        output = function(*args, **kwargs)
+        try:
+            output = function(*args, **kwargs)
+        except (AssertionError, RuntimeError) as error:
+            if self.stage == 3 and "NestedTensor" in str(error):
+                raise RuntimeError(_NESTED.format(error=error)) from error
+            raise
+        if not torch.is_grad_enabled():
+            return output
         if self._buffered:
             broadcast_from_rank_zero(self.runtime.collective, buffers_of(self._buffered))
         start = partial(self._start, [])
@@ -454,6 +459,10 @@ def close(engine: Any) -> None:
     engine.destroy()
 
 
+_NESTED = (
+    "A submodule was called with nested tensors, which DeepSpeed's hooks at stage 3 cannot pass on: {error} Write "
+    "`nn.TransformerEncoder(..., enable_nested_tensor=False)`, or make them with `layout=torch.jagged`."
+)
 _PLAIN_BACKWARD = (
     "`loss.backward()` was called on a loss of `{name}`, but DeepSpeed reduces gradients only in "
     "`fabric.backward(loss)`. Call that."

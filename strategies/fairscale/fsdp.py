@@ -3,8 +3,8 @@
 The first fully sharded module (Baines et al., 2021), for code that relies on it; `fsdp` is its successor. Its wrapper
 is kept beside the user's module, not around it: parameters remain the same objects, under the same names, so
 optimizers made before `setup` remain valid. Between forwards a parameter is this rank's shard: one dimension, padded to
-equal lengths; what reads its gradient as a whole raises (`fsdp_shards.py`). `state_dict()` of the module, of its
-submodules and of the optimizers is a collective that returns unsharded tensors, and `load_state_dict` takes those.
+equal lengths; what reads its gradient as a whole raises (`fsdp_shards.py`). `state_dict()` of the module and of its
+submodules is a collective that returns unsharded tensors, and `load_state_dict`, also of optimizers, takes those.
 
 Every forward all-gathers parameters, so all ranks call it, in evaluations, too.
 """
@@ -48,7 +48,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target, releases
-from fabric.strategies.tensors.parameters import parameters_of
+from fabric.strategies.tensors.parameters import parameters_of, refuse_tied_apart
 from fabric.strategies.tensors.wrapped import refuse_wrapped_in_flat
 from fabric.strategies.undo import undo_all
 
@@ -115,7 +115,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         parts = [part for part in matching(module, self.wrap, "wrap") if part is not module]
-        _refuse_shared(module, parts)
+        refuse_tied_apart(module, {module, *parts}, "wrap")
         place(runtime, module, optimizers, move=move)
         if runtime.world.size == 1:
             return replica(runtime, module, optimizers)
@@ -170,22 +170,6 @@ def owned(optimizer: Optimizer) -> list[Tensor]:
     if any(map(holds_local, parameters)):
         raise RuntimeError(NOT_AVERAGED.format(optimizer=type(optimizer).__name__))
     return parameters
-
-
-def _refuse_shared(module: nn.Module, parts: Sequence[nn.Module]) -> None:
-    """Raise ValueError if a parameter is in two wrapped submodules: it would be gathered for one of them only."""
-    chosen = set(parts)
-    wrapped: dict[str, nn.Module] = {}
-    owners: dict[Tensor, nn.Module] = {}
-    for path, part in module.named_modules():  # outer before inner
-        within = wrapped[path] = part if part in chosen else wrapped.get(path.rpartition(".")[0], module)
-        for name, parameter in part.named_parameters(path, recurse=False):
-            owner = owners.setdefault(parameter, within)
-            if owner is not within:
-                raise ValueError(
-                    f"`wrap` puts {name!r} of `{type(within).__name__}` and of `{type(owner).__name__}` into two "
-                    "submodules, but it is one tied parameter. Choose submodules so that both uses are in the same one."
-                )
 
 
 def _refuse_dtypes(module: nn.Module, precision: Precision) -> None:

@@ -1,9 +1,9 @@
 """What a rank holds of a model under FairScale's FullyShardedDataParallel: shards of parameters, gradients and states.
 
 A shard is one-dimensional, and equally long on every rank: the last ones are padded with zeros. FairScale stores the
-unsharded shape on the parameter, as `_orig_size`. With the hooks of this file `state_dict()` of a module, of its
-submodules and of optimizers returns unsharded tensors, copied to the CPU, on every rank; `load_state_dict` takes them.
-Ranks: all call `state_dict()`; each loads by itself. A checkpoint is written from the shards, by `SlicedState`.
+unsharded shape on the parameter, as `_orig_size`. With the hooks of this file `state_dict()` of a module and of its
+submodules returns unsharded tensors, copied to the CPU, on every rank; `load_state_dict`, also of optimizers, takes
+them. Ranks: all call `state_dict()`; each loads by itself. A checkpoint is written from the shards, by `SlicedState`.
 
 Between backward and step, gradients are `GradientShard`s: a norm, a comparison or a copy of one would be that of the
 shard, silently, and raises. What changes each element in place is right: `parameter.grad.mul_(0.5)`. Backward and the
@@ -25,9 +25,11 @@ from fabric.strategies.checkpoint.state import PLAIN, KeepsNamesAndShapes, State
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.sharding.owners import refuse_part
+from fabric.strategies.sharding.owners_state import held_state
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.parameters import parameters_of
-from fabric.strategies.undo import replace_attributes, undo_all
+from fabric.strategies.undo import undo_all
 
 _NUMBERS = ("step", "mu_product", "mu", "eta")
 """State of torch's optimizers that is a scalar for every shape of the parameter."""
@@ -35,10 +37,10 @@ _Entry: TypeAlias = Callable[[Tensor, torch.Size], Any]
 """The entry of a tensor in a state, from this rank's shard and the unsharded shape."""
 
 
-def slice_of(whole: Tensor, rank: int, size: int) -> Tensor:
+def slice_of(whole: Tensor, collective: Collective) -> Tensor:
     """This rank's shard, as a copy."""
-    flat = whole.detach().reshape(-1)
-    length = -(-flat.numel() // size)
+    flat, rank = whole.detach().reshape(-1), collective.rank
+    length = -(-flat.numel() // collective.size)
     own = flat.new_zeros(length)
     part = flat[rank * length : (rank + 1) * length]
     own[: part.numel()] = part
@@ -65,26 +67,10 @@ def attach_module(collective: Collective, module: nn.Module) -> Callable[[], Non
 def attach_optimizer(
     collective: Collective, optimizer: Optimizer, owned: Callable[[Optimizer], list[Any]]
 ) -> Callable[[], None]:
-    """Shard the state of an optimizer, and make its `state_dict` and `load_state_dict` use unsharded tensors.
+    """Shard the state of an optimizer, and make its `load_state_dict` take unsharded tensors.
 
     `owned` returns the parameters, or raises, before each step. Returns a function that undoes it.
     """
-    rank, size = collective.rank, collective.size
-
-    def gather(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
-        parameters = parameters_of(optimizer)
-        return map_state(content, lambda index, name, value: _whole_entry(collective, name, value, parameters[index]))
-
-    # Not by a hook: an optimizer whose own `load_state_dict` calls that of torch would read whole tensors afterwards.
-    def load_sliced(load: Callable[[dict[str, Any]], None], content: dict[str, Any]) -> None:
-        by_index = by_saved_index(optimizer, content)
-        known = {index: entries for index, entries in content["state"].items() if index in by_index}
-        load(
-            map_state(
-                {**content, "state": known},
-                lambda index, name, value: _sliced_entry(name, value, by_index[index], rank, size),
-            )
-        )
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parameters = owned(optimizer)
@@ -99,33 +85,36 @@ def attach_optimizer(
         conceal(parameters)
 
     for parameter, entries in optimizer.state.items():
-        entries.update({name: _sliced_entry(name, value, parameter, rank, size) for name, value in entries.items()})
+        entries.update({name: _sliced_entry(name, value, parameter, collective) for name, value in entries.items()})
     return undo_all(
         (
             optimizer.register_step_pre_hook(before_step).remove,
             optimizer.register_step_post_hook(after_step).remove,
-            optimizer.register_state_dict_post_hook(gather).remove,
-            replace_attributes(optimizer, load_state_dict=partial(load_sliced, optimizer.load_state_dict)),
+            optimizer.register_state_dict_pre_hook(refuse_part).remove,
+            optimizer.register_load_state_dict_pre_hook(partial(_cut_state, collective)).remove,
         )
     )
 
 
-def _whole_entry(collective: Collective, name: str, value: Any, parameter: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    whole = whole_of(collective, value, parameter._orig_size) if _is_sliced(name, value, parameter) else value
-    return whole.to("cpu", copy=True)
+def _cut_state(collective: Collective, optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+    """A whole state with this rank's shards; what is in shards already stays."""
+    by_index = by_saved_index(optimizer, content)
+    known = {index: entries for index, entries in content["state"].items() if index in by_index}
+    return map_state(
+        {**content, "state": known},
+        lambda index, name, value: _sliced_entry(name, value, by_index[index], collective),
+    )
 
 
 def _is_sliced(name: str, value: Any, parameter: Any) -> bool:
     return isinstance(value, Tensor) and name not in _NUMBERS and value.shape == parameter.shape
 
 
-def _sliced_entry(name: str, value: Any, parameter: Any, rank: int, size: int) -> Any:
+def _sliced_entry(name: str, value: Any, parameter: Any, collective: Collective) -> Any:
     if not isinstance(value, Tensor):
         return value
     if name not in _NUMBERS and value.shape == parameter._orig_size:
-        return slice_of(value, rank, size)
+        return slice_of(value, collective)
     return value.clone()  # it may be mapped from a file
 
 
@@ -171,7 +160,7 @@ def _slice(collective: Collective, part: nn.Module, content: dict[str, Any], pre
         if not isinstance(whole, Tensor):
             continue
         if whole.shape == shape:
-            content[prefix + name] = slice_of(whole, collective.rank, collective.size)
+            content[prefix + name] = slice_of(whole, collective)
         else:
             content[prefix + name] = parameter  # so that torch's errors do not name shapes of shards
             errors.append(f"{prefix + name!r} is {tuple(whole.shape)} in the state, and {tuple(shape)} in the module.")
@@ -204,7 +193,8 @@ class SlicedState(StateAccess):
         return self._optimizer_state(optimizer, self._shards)
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
-        PLAIN.write_optimizer(optimizer, content)
+        # As shards: an optimizer whose own `load_state_dict` calls that of torch may read what it was given again.
+        PLAIN.write_optimizer(optimizer, _cut_state(self._collective, optimizer, content))
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
         self.write_optimizer(optimizer, in_memory(content, mapped=True))  # of which this rank copies its shards
@@ -231,7 +221,7 @@ class SlicedState(StateAccess):
             parameter = parameters[index]
             return entry(value, parameter._orig_size) if _is_sliced(name, value, parameter) else value
 
-        return map_state(_ungathered(optimizer), own)
+        return map_state(held_state(optimizer), own)
 
     def _kept(self, own: Tensor, shape: torch.Size) -> Tensor:
         whole = whole_of(self._collective, own, shape)
@@ -239,22 +229,6 @@ class SlicedState(StateAccess):
 
     def _shards(self, own: Tensor, shape: torch.Size) -> TensorShards:
         return flat_shard(shape, self._collective.rank * own.numel(), own.detach(), self._collective.rank)
-
-
-def _ungathered(optimizer: Optimizer) -> dict[str, Any]:
-    """The state of an optimizer as shards: our hook, which runs later, has none to gather."""
-    slices: dict[int, Any] = {}
-
-    def take(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
-        slices.update(content["state"])
-        return {**content, "state": {}}
-
-    handle = optimizer.register_state_dict_post_hook(take, prepend=True)
-    try:
-        content: dict[str, Any] = optimizer.state_dict()
-    finally:
-        handle.remove()
-    return {**content, "state": slices}
 
 
 @final

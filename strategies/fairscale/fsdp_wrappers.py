@@ -132,6 +132,10 @@ class FairScaleFSDPGradientSync(GradientSync):
         self.num_running += 1
         try:
             wrapper(run)
+        except BaseException:
+            if self.num_running == 1:  # FairScale would leave parameters gathered
+                self._drop_stale()
+            raise
         finally:
             self.num_running -= 1
         return output

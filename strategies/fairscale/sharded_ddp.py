@@ -3,7 +3,7 @@
 FairScale's OSS assigns parameters to ranks, ShardedDataParallel reduces each gradient to its owner during backward (Xu
 et al., 2020; Rajbhandari et al., SC 2020). The optimizer is the user's own: after a synchronised backward a rank has
 gradients of the parameters that it owns, and None for others, so the optimizer steps, and has state for, only those; a
-hook on its `step` then broadcasts the new values. `optimizer.state_dict()` is a collective that gathers the state.
+hook on its `step` then broadcasts the new values. `fabric.state_dict(model, optimizer)` gathers the state.
 
 Note [Traps of FairScale closed here]
 - Reduce buffers lose track of `zero_grad(set_to_none=True)`, torch's default, and train wrongly: none are used.
@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any, ClassVar, final
 
@@ -53,12 +52,12 @@ from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.owners import refuse_part
 from fabric.strategies.sharding.owners_state import OwnersState
 from fabric.strategies.target import Target, releases
 from fabric.strategies.tensors.in_shards import InShards
-from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.parameters import name_some, parameters_of
-from fabric.strategies.undo import replace_attributes, undo_all
+from fabric.strategies.undo import undo_all
 
 
 @final
@@ -295,54 +294,31 @@ class FairScaleShardedGradientSync(GradientSync):
         return [
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
-            optimizer.register_state_dict_post_hook(self._gather_state).remove,
-            replace_attributes(
-                optimizer, load_state_dict=partial(self._load_owned, optimizer, optimizer.load_state_dict)
-            ),
+            optimizer.register_state_dict_pre_hook(refuse_part).remove,
         ]
 
     def _drop_others(self, optimizer: Optimizer) -> None:
-        for parameter in [each for each in optimizer.state if self.owner[each] != self.rank]:
-            del optimizer.state[parameter]
+        """Drop the state of parameters of other owners, which `load_state_dict` gives every rank."""
+        for parameter in list(optimizer.state):
+            if self.owner.get(parameter, self.rank) != self.rank:
+                del optimizer.state[parameter]
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.owned(optimizer)
+        self._drop_others(optimizer)
         self._hide_others()
         self.is_stepping = True
         self._refresh_trainable()  # the step is broadcast for those that are trained now
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.is_stepping = False
-        self._broadcast(optimizer)
-
     @torch.no_grad()
-    def _broadcast(self, optimizer: Optimizer) -> None:
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Broadcast new values from the owners, after copying parameters that were given other memory
         (`parameter.data = other`) back to that of the buckets."""
+        self.is_stepping = False
         for parameter, kept in self.in_buckets.items():
             if parameter.data_ptr() != kept.data_ptr():
                 parameter.data = kept.copy_(parameter)
         self.shards[optimizer]._broadcast_params()
-
-    def _gather_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state of all ranks in torch's own format, as copies on the CPU. Ranks: all call it."""
-        own = map_only_tensors(lambda tensor: tensor.to("cpu", copy=True), state_dict["state"])
-        parts = [
-            self.collective.broadcast_object(own if rank == self.rank else None, src=rank)
-            for rank in range(self.collective.size)
-        ]
-        whole = {index: state for part in parts for index, state in part.items()}
-        return {**state_dict, "state": dict(sorted(whole.items()))}
-
-    def _load_owned(
-        self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
-    ) -> None:
-        """Load the state of the parameters that this rank owns. Not by a hook: an optimizer whose own
-        `load_state_dict` calls that of torch would read the whole of it afterwards."""
-        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        owners = {index: self.owner[p] for index, p in zip(indices, parameters_of(optimizer), strict=False)}
-        own = {index: state for index, state in state_dict["state"].items() if owners.get(index) == self.rank}
-        load({**state_dict, "state": own})
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.owner

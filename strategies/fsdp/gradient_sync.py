@@ -9,7 +9,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
+from fabric.strategies.gradients.sync import INPUTS_OF_SHARDS, Finish, GradientSync, all_of
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.deferred_init import Unfilled
@@ -26,6 +26,7 @@ class FSDPGradientSync(GradientSync):
     """One sharded model."""
 
     averages_before_hooks = True
+    refuses = INPUTS_OF_SHARDS
 
     def __init__(self, runtime: Runtime, module: nn.Module, unfilled: Unfilled, *, broadcast_buffers: bool) -> None:
         self.collective, self.module, self.unfilled = runtime.collective, module, unfilled

@@ -9,14 +9,14 @@ order raises, or times out if shapes differ). `state_dict()` returns shards; `fa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -43,7 +43,7 @@ from fabric.strategies.sharding.layout import refuse_cut
 from fabric.strategies.sharding.mesh import check_degrees
 from fabric.strategies.sharding.owners_state import sharded_state
 from fabric.strategies.target import Target
-from fabric.strategies.tensors.parameters import name_some
+from fabric.strategies.tensors.parameters import name_some, own_tensors, refuse_tied_apart
 from fabric.strategies.tensors.wrapped import frozen_wrapped, move
 
 
@@ -130,7 +130,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if runtime.world.size > 1:
             refuse_sparse_layers("fsdp", inner)
         units = self._units(inner, runtime.precision)
-        _refuse_tied_apart(inner, units)
+        refuse_tied_apart(inner, units, "auto_wrap_policy")
         _refuse_scalars(inner)
         if runtime.world.size > 1 and (words := self._words(inner)) is not None:
             runtime.report(words)
@@ -192,7 +192,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Broadcast the unit's own tensors from rank 0, on the device, and shard them."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        tensors = _own_tensors(_own_parts(unit, units))
+        tensors = own_tensors(unit, units)
         for tensor in tensors:
             move(tensor, runtime.device)
         if runtime.world.size > 1:
@@ -231,38 +231,6 @@ def _check_mesh(mesh: Any) -> None:
     is_pair = isinstance(mesh, (tuple, list)) and len(mesh) == 2 and all(isinstance(degree, int) for degree in mesh)
     if not (mesh is None or mesh == "nodes" or is_pair):
         raise ValueError(f"`device_mesh={mesh!r}`: write two whole numbers, `(replicas, shards)`, 'nodes', or None.")
-
-
-def _own_parts(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
-    """The modules of a unit that are not in an inner unit."""
-    yield unit
-    for child in unit.children():
-        if child not in units:
-            yield from _own_parts(child, units)
-
-
-def _own_tensors(parts: Iterable[nn.Module]) -> list[Tensor]:
-    """Their parameters and buffers, each once."""
-    found = {
-        id(tensor): tensor
-        for part in parts
-        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))
-    }
-    return list(found.values())
-
-
-def _refuse_tied_apart(module: nn.Module, units: set[nn.Module]) -> None:
-    """Raise ValueError if two units share a weight: each would shard a copy of its own."""
-    homes: dict[Tensor, nn.Module] = {}
-    for unit in units:
-        for tensor in _own_tensors(_own_parts(unit, units)):
-            if isinstance(tensor, nn.Parameter) and homes.setdefault(tensor, unit) is not unit:
-                named = module.named_parameters(remove_duplicate=False)
-                raise ValueError(
-                    f"{' and '.join(f'`{name}`' for name, each in named if each is tensor)} are one tied weight, but "
-                    "`auto_wrap_policy` puts them into different parts, and each would have its own from then on. "
-                    "Choose a part that holds both, or neither."
-                )
 
 
 def _refuse_scalars(module: nn.Module) -> None:

@@ -8,7 +8,7 @@ none of them asks which technique it is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeAlias, final
@@ -31,6 +31,8 @@ class GradientSync(ABC):
 
     synced = True
     """Whether backward synchronises gradients at present, if the technique supports that they are not."""
+    refuses: Mapping[str, str] = {}
+    """Arguments of `Tensor.backward` that the technique does not support, each with the error of its use."""
 
     @abstractmethod
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,6 +141,10 @@ def backward_through(
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        for sync in syncs if kwargs else ():
+            for word, sentence in sync.refuses.items():
+                if kwargs.get(word) is not None and kwargs[word] is not False:
+                    raise ValueError(sentence)
         scaled = loss if scale_loss is None else scale_loss(loss)
         finishes = []
         for watch in watches:  # no comprehension, which is a call
@@ -150,6 +156,20 @@ def backward_through(
 
     chosen = backward_alone if scale_loss is None and not watches else backward
     return chosen if within is None else partial(_run_within, within, chosen)
+
+
+INPUTS_OF_SHARDS = {
+    "inputs": "`fabric.backward(loss, inputs=...)` of a model in shards: its gradients reach other tensors than "
+    "`model.parameters()` gives, and would not be averaged. Freeze parameters by `requires_grad_(False)`; for the "
+    "gradient of an input write `torch.autograd.grad(loss, input)`."
+}
+
+
+GRAPH_OF_GRADIENTS = {
+    "create_graph": "`fabric.backward(loss, create_graph=True)`: torch's DistributedDataParallel averages gradients in "
+    "place, which those with a graph do not allow. For a penalty on gradients add it to the loss, from "
+    "`torch.autograd.grad(..., create_graph=True)`."
+}
 
 
 def _run_within(context: AbstractContextManager[None], run: Callable[..., None], *args: Any, **kwargs: Any) -> None:

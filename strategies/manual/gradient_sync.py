@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.clipping import on_gradient
-from fabric.strategies.gradients.sync import Finish, GradientSync, end_reducer
+from fabric.strategies.gradients.sync import GRAPH_OF_GRADIENTS, INPUTS_OF_SHARDS, Finish, GradientSync, end_reducer
 from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.state import own_parameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
@@ -41,6 +41,7 @@ class ManualGradientSync(GradientSync):
         self.data_axes = [axis for axis in data_axes if degree(context.mesh, axis) > 1]
         self.replicas = [part for part in parts if isinstance(part, DistributedDataParallel)]
         self.sharded = [part for part in parts if isinstance(part, FSDPModule)]
+        self.refuses = {**(INPUTS_OF_SHARDS if self.sharded else {}), **(GRAPH_OF_GRADIENTS if self.replicas else {})}
         self.first_gather = FirstGather(self.sharded)
         self.expected = False
         self.names: dict[Tensor, str] = {each: name for name, each in own_parameters(parallel.module).items()}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric.strategies.gradients.averaging import MeshAveraging
-from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
+from fabric.strategies.gradients.sync import INPUTS_OF_SHARDS, Finish, GradientSync, all_of
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
@@ -27,6 +27,7 @@ class ModelParallelGradientSync(GradientSync):
         self.broadcast_buffers = broadcast_buffers
         self.averaging = MeshAveraging(runtime, module)
         units = self.averaging.sharded
+        self.refuses = INPUTS_OF_SHARDS if units else {}
         self.additions = AddedParameters(module, by_name=bool(units))
         self.first_gather = FirstGather(units)
         self.order = ExecutionOrder(runtime, module, units)

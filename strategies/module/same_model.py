@@ -6,6 +6,9 @@ aborts or waits until its timeout, and tensors of the same shape are mixed silen
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -35,7 +38,7 @@ def refuse_different_models(
     if runtime.collective.size == 1:
         return
     inner = uncompiled(module)
-    _refuse_lazy(inner)
+    _refuse(inner, (is_lazy, _LAZY), (lambda tensor: tensor.is_nested, _NESTED), (_is_expanded, _EXPANDED))
 
     def words(tensor: Tensor) -> str:
         there = ", on the meta device" if tensor.is_meta and not fills_from_rank_zero else ""
@@ -49,18 +52,23 @@ def refuse_different_models(
     check_call(runtime.collective, call, advice=_SAME)
 
 
-def _refuse_lazy(module: nn.Module) -> None:
-    names = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]
-    if names:
-        raise ValueError(_LAZY.format(names=name_some(names), model=type(module).__name__, count=len(names)))
+def _refuse(module: nn.Module, *refused: tuple[Callable[[Tensor], bool], str]) -> None:
+    """Raise ValueError, with the sentence, for tensors of which one of these is true."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    for is_refused, sentence in refused:
+        names = [name for name, tensor in named if is_refused(tensor)]
+        if names:
+            raise ValueError(sentence.format(names=name_some(names), model=type(module).__name__, count=len(names)))
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    dims = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    return any(size > 1 and stride == 0 for size, stride in dims)
 
 
 def refuse_meta(module: nn.Module) -> None:
     """Raise ValueError if a tensor is on the meta device, for a strategy that fills none."""
-    inner = uncompiled(module)
-    names = [name for name, tensor in (*inner.named_parameters(), *inner.named_buffers()) if tensor.is_meta]
-    if names:
-        raise ValueError(_ON_META.format(name=names[0], model=type(inner).__name__, count=len(names)))
+    _refuse(uncompiled(module), (lambda tensor: tensor.is_meta, _ON_META))
 
 
 def _words(tensor: Tensor) -> str:
@@ -71,9 +79,9 @@ def _words(tensor: Tensor) -> str:
 
 
 _ON_META = (
-    "{name!r} of `{model}` is on the meta device, and has no values ({count} tensors are there). Make the model "
-    "without `torch.device('meta')`, or within `fabric.init_module(empty_init=True)` and load its weights after "
-    "`setup`; `strategy='fsdp'` takes models on the meta device, and initialises them in shards."
+    "{count} tensors of `{model}` ({names}) are on the meta device, and have no values. Make the model without "
+    "`torch.device('meta')`, or within `fabric.init_module(empty_init=True)` and load its weights after `setup`; "
+    "`strategy='fsdp'` takes models on the meta device, and initialises them in shards."
 )
 _SAME = (
     "`fabric.setup` needs the same model on every rank, made in the same order (a `set` has another on each rank), and "
@@ -83,4 +91,12 @@ _SAME = (
 _LAZY = (
     "{count} tensors of `{model}` ({names}) have no shape yet: they are of lazy modules, such as `nn.LazyLinear`, "
     "which make them in the first forward. Run one before `fabric.setup`, on all ranks: `model(torch.zeros(1, 8))`."
+)
+_NESTED = (
+    "{count} tensors of `{model}` ({names}) are nested tensors, which ranks cannot send to one another. Keep what they "
+    "are made of as parameters and buffers: `nested.values()` and `nested.offsets()`."
+)
+_EXPANDED = (
+    "{count} tensors of `{model}` ({names}) have several elements in one memory location, as `tensor.expand(...)` "
+    "makes them, and ranks write each element. Write `tensor.expand(...).clone()`."
 )

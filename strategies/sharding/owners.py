@@ -107,7 +107,7 @@ class _OwnedSteps:
         return [
             self._optimizer.register_step_pre_hook(self._before_step).remove,
             self._optimizer.register_step_post_hook(self._after_step).remove,
-            self._optimizer.register_state_dict_pre_hook(self._refuse_part).remove,
+            self._optimizer.register_state_dict_pre_hook(refuse_part).remove,
         ]
 
     def _deal(self) -> None:
@@ -232,9 +232,10 @@ class _OwnedSteps:
                     known.add(chunk)
         return there, back
 
-    def _refuse_part(self, optimizer: Optimizer) -> None:
-        own = sum(map(self._is_own, self._owner))
-        raise RuntimeError(_PART.format(optimizer=type(optimizer).__name__, own=own, all=len(self._owner)))
+
+def refuse_part(optimizer: Optimizer) -> None:
+    """A hook of `optimizer.state_dict()` where each rank has the state of a part of the model."""
+    raise RuntimeError(_PART.format(optimizer=type(optimizer).__name__))
 
 
 @final
@@ -310,6 +311,6 @@ _NOT_OVER = (
     "received. Load a checkpoint, or set up the model and its optimizer anew."
 )
 _PART = (
-    "`{optimizer}.state_dict()`: each parameter is stepped by one rank, and this rank has the state of {own} of {all} "
-    "parameters. `fabric.save(path, {{'optimizer': optimizer}})`, called by every rank, writes that of all."
+    "`{optimizer}.state_dict()`: this rank has the state of what it steps alone. `fabric.save(path, {{'optimizer': "
+    "optimizer}})` and `fabric.state_dict(model, optimizer)`, called by every rank, write and return that of all."
 )

@@ -76,25 +76,24 @@ class OwnersState(StateAccess):
         """The whole state, on the CPU of rank 0."""
         if not self.is_owned(optimizer):
             return self.others.read_optimizer(optimizer)
-        parameters, state = parameters_of(optimizer), optimizer.state
-        held = self.collective.all_gather_object([i for i, p in enumerate(parameters) if p in state])
-        owner = {index: rank for rank, indices in enumerate(held) for index in indices}
-        states: dict[Any, Any] = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+        held = held_state(optimizer)
+        of_ranks = self.collective.all_gather_object([key for key in held["state"] if isinstance(key, int)])
+        owner = {index: rank for rank, indices in enumerate(of_ranks) for index in indices}
+        states: dict[Any, Any] = {key: value for key, value in held["state"].items() if not isinstance(key, int)}
         for index in sorted(owner):
-            own = map_only_tensors(_sent, state.get(parameters[index]))
+            own = map_only_tensors(_sent, held["state"].get(index))
             entries = self.collective.broadcast_object(own, src=owner[index])
             if self.collective.rank == 0:
                 states[index] = map_leaves(_on_cpu, entries, is_leaf=_is_whole)
-        return {"state": states, "param_groups": _numbered(optimizer)} if self.collective.rank == 0 else {}
+        return {**held, "state": states} if self.collective.rank == 0 else {}
 
     def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
         if not self.is_owned(optimizer):
             return self.others.read_optimizer_shards(optimizer)
-        parameters = parameters_of(optimizer)
-        mine = {index: optimizer.state[each] for index, each in enumerate(parameters) if each in optimizer.state}
-        others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-        states: dict[Any, Any] = {**others, **shards_by_owner(self.collective, mine)}
-        return {"state": states, "param_groups": _numbered(optimizer)}
+        held = held_state(optimizer)
+        mine = {key: value for key, value in held["state"].items() if isinstance(key, int)}
+        others = {key: value for key, value in held["state"].items() if key not in mine}
+        return {**held, "state": {**others, **shards_by_owner(self.collective, mine)}}
 
 
 def sharded_state(runtime: Runtime) -> OwnersState:
@@ -102,10 +101,16 @@ def sharded_state(runtime: Runtime) -> OwnersState:
     return OwnersState(runtime.collective, ShardedState(runtime.world.rank), is_owned=needs_owners)
 
 
-def _numbered(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups, with indices in place of parameters, as in a state dict."""
-    place = {parameter: index for index, parameter in enumerate(parameters_of(optimizer))}
-    return [{**group, "params": [place[each] for each in group["params"]]} for group in optimizer.param_groups]
+def held_state(optimizer: Optimizer) -> dict[str, Any]:
+    """What this rank has of an optimizer's state, with indices in place of parameters, as in a state dict."""
+    place: dict[Any, int] = {parameter: index for index, parameter in enumerate(parameters_of(optimizer))}
+    groups = [{**group, "params": [place[each] for each in group["params"]]} for group in optimizer.param_groups]
+    state = {
+        place.get(key, key): each
+        for key, each in optimizer.state.items()
+        if key in place or not isinstance(key, Tensor)
+    }
+    return {"state": state, "param_groups": groups}
 
 
 def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:

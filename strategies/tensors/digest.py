@@ -27,7 +27,7 @@ def digest_of(tensor: Tensor) -> Tensor | None:
     tensor = local_part(tensor).detach()
     if is_wrapped(tensor):
         return functools.reduce(_then, map(digest_of, plain_tensors(tensor).values()))
-    if tensor.is_meta or type(tensor) is not Tensor or tensor.layout != torch.strided:
+    if tensor.is_meta or tensor.is_nested or type(tensor) is not Tensor or tensor.layout != torch.strided:
         return None
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = tensor.contiguous().reshape(-1)

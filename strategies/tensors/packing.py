@@ -28,11 +28,12 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def check_dense(tensor: Tensor) -> None:
     """Raise TypeError unless `tensor` is a dense tensor on one device."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or getattr(type(tensor), "__tensor_flatten__", None):
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    if not is_dense or hasattr(type(tensor), "__tensor_flatten__"):
         raise TypeError(
             f"A `{type(tensor).__name__}` of layout {tensor.layout} and dtype {tensor.dtype} is no plain dense tensor, "
             "and a collective moves nothing else. Pass its parts: `.to_local()` or `.full_tensor()` of a DTensor, "
-            "`.values()` and `.indices()` of a sparse tensor."
+            "`.values()` and `.indices()` of a sparse tensor, `.values()` and `.offsets()` of a nested one."
         )
 
 

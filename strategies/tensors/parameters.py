@@ -1,10 +1,10 @@
-"""The parameters of optimizers, and their names in messages."""
+"""The parameters of optimizers and of the parts of a model, and their names in messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -16,3 +16,35 @@ def name_some(names: Sequence[str]) -> str:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Every parameter of an optimizer, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def own_tensors(unit: nn.Module, units: set[nn.Module]) -> list[Tensor]:
+    """The parameters and buffers of a unit that are not in an inner unit, each once."""
+    found = {
+        id(tensor): tensor
+        for part in _own_parts(unit, units)
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))
+    }
+    return list(found.values())
+
+
+def _own_parts(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules of a unit that are not in an inner unit."""
+    yield unit
+    for child in unit.children():
+        if child not in units:
+            yield from _own_parts(child, units)
+
+
+def refuse_tied_apart(module: nn.Module, units: set[nn.Module], option: str) -> None:
+    """Raise ValueError if two units share a weight: each would shard a copy of its own. `option`: what chose them."""
+    homes: dict[Tensor, nn.Module] = {}
+    for unit in units:
+        for tensor in own_tensors(unit, units):
+            if isinstance(tensor, nn.Parameter) and homes.setdefault(tensor, unit) is not unit:
+                named = module.named_parameters(remove_duplicate=False)
+                raise ValueError(
+                    f"{' and '.join(f'`{name}`' for name, each in named if each is tensor)} are one tied weight, but "
+                    f"`{option}` puts them into different parts, and each would have its own from then on. Choose a "
+                    "part that holds both, or neither."
+                )

@@ -714,6 +714,13 @@ def in_another_order(rank: int) -> nn.Module:
     return nn.ModuleDict({name: nn.Linear(2, 2) for name in (names if rank == 0 else reversed(names))})
 
 
+def buffers_in_another_order(rank: int) -> nn.Module:
+    model = nn.Linear(2, 2)
+    for name in ("mean", "scale")[:: -1 if rank else 1]:
+        model.register_buffer(name, torch.zeros(len(name)))
+    return model
+
+
 DIFFERENT: dict[str, tuple[Callable[[int], nn.Module], str]] = {
     "sizes": (lambda rank: nn.Linear(2, 2 + rank), "      weight: float32 (3, 2)"),
     "names": (
@@ -723,6 +730,10 @@ DIFFERENT: dict[str, tuple[Callable[[int], nn.Module], str]] = {
     "dtypes": (lambda rank: nn.Linear(2, 2, dtype=(torch.float32, torch.float64)[rank]), "      bias: float"),
     "frozen": (lambda rank: nn.Linear(2, 2).requires_grad_(rank == 0), "      weight: float32 (2, 2), frozen"),
     "order": (in_another_order, "made in the same order"),
+    "order of buffers": (
+        buffers_in_another_order,
+        "   mean: float32 (4,), a buffer\n      scale: float32 (5,), a buffer\n      and 2 as on all ranks\n  rank 1: ",
+    ),
     "buffers": (lambda rank: nn.BatchNorm1d(2, track_running_stats=rank == 0), "running_mean: float32 (2,), a buffer"),
 }
 """Models that differ over the ranks, and a line of the error."""

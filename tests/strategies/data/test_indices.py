@@ -433,11 +433,20 @@ def test_an_uneven_number_of_batches_of_one_is_an_error_in_training_and_uneven_e
     assert read(share_out(lambda _: DataLoader(Numbers(7), drop_last=True), 2)) == [[[0], [2], [4]], [[1], [3], [5]]]
 
 
+@pytest.mark.parametrize("use", ["validate", "test", "predict"])
+def test_an_evaluation_may_have_fewer_samples_than_ranks(use: Any) -> None:
+    loaders = share_out(lambda _: DataLoader(Numbers(2), 4), 3, use)
+    assert read(loaders) == [[[0]], [[1]], []]
+    assert [len(loader) for loader in loaders] == [1, 1, 0]
+    assert read(share_out(lambda _: DataLoader(Numbers(1), batch_sampler=[[0]]), 2, use)) == [[[0]], []]
+
+
 def test_too_few_samples_are_an_error_at_set_up() -> None:
     with pytest.raises(ValueError, match="3 samples leave no batch for each of the 4 ranks"):
         share_out(lambda _: DataLoader(Numbers(3), 2), 4)
-    with pytest.raises(ValueError, match="0 samples leave no batch for each of the 2 ranks"):
-        share_out(lambda _: DataLoader(Numbers(0), 2), 2)
+    for use in ("train", "validate"):
+        with pytest.raises(ValueError, match="0 samples leave no batch for each of the 2 ranks"):
+            share_out(lambda _: DataLoader(Numbers(0), 2), 2, use)
     with pytest.raises(
         ValueError, match=r"7 samples leave no batch .* 8 samples a step \(`batch_size=4, drop_last=True`\)"
     ):

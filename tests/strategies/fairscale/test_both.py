@@ -281,7 +281,7 @@ def save_and_go_on(fabric: Fabric, path: str) -> tuple[Weights, Any]:
     model, optimizer = fabric.setup(model, adamw(model))
     train(fabric, model, optimizer, range(3))
     fabric.save(path, {"model": model, "optimizer": optimizer})
-    state = optimizer.state_dict()
+    _, state = fabric.state_dict(model, optimizer)
     train(fabric, model, optimizer, range(3, 6))
     return weights(model), state
 

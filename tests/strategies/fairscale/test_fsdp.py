@@ -91,7 +91,7 @@ def test_mistakes_under_ddp_fully_sharded_raise_with_what_to_write() -> None:
     reported = Fabric(accelerator=ACCELERATOR, strategy=STRATEGY, devices=2).launch(mistakes)
     assert reported is not None
     assert "ValueError: '1.weight' of `Sequential` is of torch.float64" in reported["dtypes"]
-    assert "ValueError: `wrap` puts 'two.weight' of `Tied` and of `Sequential` into two submodules" in reported["tied"]
+    assert "`one.0.weight` and `two.weight` are one tied weight, but `wrap` puts them into" in reported["tied"]
     assert "ValueError: `wrap=Conv2d` matches no submodule of the `Tied`" in reported["nothing"]
     assert "cannot run `Adafactor`" in reported["adafactor"]
     assert "TypeError: A module under `strategy='ddp_fully_sharded'` cannot be copied or pickled" in reported["copy"]
@@ -107,7 +107,8 @@ def slices(fabric: Fabric) -> dict[str, Any]:
     model.mark_forward_method("loss")
     fabric.backward(model.loss(torch.ones(1, 3)))
     optimizer.step()
-    whole = optimizer.state_dict()["state"][0]
+    whole = fabric.state_dict(model, optimizer, all_ranks=True)[1]["state"][0]
+    assert "this rank has the state of what it steps alone" in sentence(optimizer.state_dict)
     return {
         "slice": tuple(model.linear.weight.shape),
         "state": tuple(optimizer.state[model.linear.weight]["exp_avg"].shape),
@@ -168,6 +169,7 @@ def gradients(fabric: Fabric) -> dict[str, Any]:
     found["norm"] = sentence(gradient.norm)
     found["clip"] = sentence(nn.utils.clip_grad_norm_, model.parameters(), 1.0)
     found["squares"] = sentence(lambda: (gradient**2).sum())
+    found["wrong input"] = sentence(model, torch.ones(1, 5))  # leaves parameters and gradients as they are
     gradient.mul_(0.5)
     nn.utils.clip_grad_value_(model.parameters(), 0.25)
     optimizer.step()
@@ -180,6 +182,7 @@ def gradients(fabric: Fabric) -> dict[str, Any]:
 def test_gradients_are_changed_by_element_and_what_reads_a_shard_as_a_whole_raises() -> None:
     found = Fabric(accelerator=ACCELERATOR, strategy=STRATEGY, devices=2).launch(gradients)
     assert "ValueError: `SGD` has a parameter group without parameters" in found["groups"]
+    assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied" in found["wrong input"]
     for read in ("norm", "clip", "squares", "after the step"):
         assert "each rank has a shard of each gradient, and the result would be that of the shard" in found[read]
     for difference in found["differences"]:
