@@ -12,6 +12,7 @@ from torch import Tensor
 from fabric.strategies.checkpoint.values import DTYPES
 from fabric.strategies.tensors.chunk import Chunk, Shape, whole
 from fabric.strategies.tensors.nests import map_leaves
+from fabric.strategies.tensors.wrapped import Wrapped, put_together
 
 if TYPE_CHECKING:
     from fabric.strategies.checkpoint.manifest import Entry, Piece
@@ -74,11 +75,13 @@ def in_memory(content: Any, *, mapped: bool = False) -> Any:
     """A nest with each `Stored` read whole: in new memory, or (`mapped`) mapped, to be copied from and dropped."""
 
     def read(leaf: Any) -> Any:
+        if isinstance(leaf, Wrapped):
+            return put_together(leaf, read)
         if not isinstance(leaf, Stored):
             return leaf
         return leaf.whole() if mapped else leaf.kept(whole(leaf.shape))
 
-    return map_leaves(read, content, is_leaf=lambda leaf: isinstance(leaf, Stored))
+    return map_leaves(read, content, is_leaf=lambda leaf: isinstance(leaf, (Stored, Wrapped)))
 
 
 def mapped_module(content: Any) -> Any:

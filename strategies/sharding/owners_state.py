@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from fabric.strategies.checkpoint.state import StateAccess, by_saved_index
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import no_shards, of_rank
-from fabric.strategies.checkpoint.wrappers import Wrapped, on_cpu, put_together, taken_apart
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.owners import needs_owners, owners
@@ -22,7 +21,7 @@ from fabric.strategies.sharding.sharded_state import ShardedState
 from fabric.strategies.tensors.nests import map_leaves, map_only_tensors
 from fabric.strategies.tensors.packing import Spec
 from fabric.strategies.tensors.parameters import parameters_of
-from fabric.strategies.tensors.wrapped import is_wrapped
+from fabric.strategies.tensors.wrapped import Wrapped, put_together, taken_apart
 
 
 @final
@@ -81,7 +80,7 @@ class OwnersState(StateAccess):
         owner = {index: rank for rank, indices in enumerate(held) for index in indices}
         states: dict[Any, Any] = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
         for index in sorted(owner):
-            own = map_only_tensors(_sent, state.get(parameters[index]))
+            own = map_only_tensors(taken_apart, state.get(parameters[index]))
             entries = self.collective.broadcast_object(own, src=owner[index])
             if self.collective.rank == 0:
                 states[index] = map_leaves(_on_cpu, entries, is_leaf=_is_whole)
@@ -113,7 +112,7 @@ def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]
 
     Cost: each rank receives shapes and dtypes, about 100 bytes for each tensor.
     """
-    mine = map_only_tensors(_sent, mine)
+    mine = map_only_tensors(taken_apart, mine)
     described = collective.all_gather_object(map_only_tensors(Spec.of, mine))
     whole: dict[int, dict[str, Any]] = {}
     for rank, owned in enumerate(described):
@@ -123,18 +122,12 @@ def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]
     return dict(sorted(whole.items()))
 
 
-def _sent(tensor: Tensor) -> Any:
-    return taken_apart(tensor) if is_wrapped(tensor) else tensor
-
-
 def _is_whole(leaf: Any) -> bool:
     return isinstance(leaf, (Tensor, Wrapped))
 
 
 def _on_cpu(leaf: Any) -> Any:
-    if isinstance(leaf, Wrapped):
-        return on_cpu(put_together(leaf))
-    return leaf.detach().to("cpu") if isinstance(leaf, Tensor) else leaf
+    return put_together(leaf, lambda tensor: tensor.detach().to("cpu")) if _is_whole(leaf) else leaf
 
 
 def _is_spec(leaf: Any) -> bool:
