@@ -30,11 +30,10 @@ def shard_state(name: str, value: Any, parameter: Tensor, existing: Any = None) 
     """
     if not isinstance(value, Tensor) or as_sharded(value) is not None or as_sharded(parameter) is None:
         return value
-    _refuse_wrapped(value)
     if value.shape == parameter.shape:
-        return shard_like(value, parameter)
+        return _shard(value, parameter)
     if as_sharded(existing) is not None and existing.shape == value.shape:
-        return shard_like(value, existing)
+        return _shard(value, existing)
     if value.numel() == 1:  # a step count
         return value
     raise ValueError(
@@ -120,9 +119,7 @@ class ShardedState(StateAccess):
             return value
         if is_wrapped(value):
             return on_cpu(value)
-        sharded = as_sharded(value)
-        if sharded is not None:
-            _refuse_wrapped(local_part(sharded))
+        _refuse_wrapped(local_part(value))
         gathered = whole(value)
         return gathered.detach().to("cpu") if self.keeps else torch.empty(0)
 
@@ -134,8 +131,7 @@ def tensor_shards(value: Any, holders: Callable[[DeviceMesh, tuple[Placement, ..
         return value
     chunk = local_chunk(sharded)
     with torch.no_grad():
-        local = local_part(sharded).detach()
-    _refuse_wrapped(local)
+        local = _refuse_wrapped(local_part(sharded)).detach()
     assert tuple(local.shape) == chunk.shape, f"{tuple(local.shape)} is not {chunk}"
     shards = ((chunk, local),) if local.numel() else ()
     return TensorShards(
@@ -158,10 +154,7 @@ def _stored_like(value: Any, like: Any, *, keep: bool = False) -> Any:
     if not isinstance(value, Stored):  # from a file that was read as a whole
         value = in_memory(value)
         fits = sharded is not None and isinstance(value, Tensor) and value.shape == sharded.shape
-        if not fits or as_sharded(value) is not None:
-            return value
-        _refuse_wrapped(value)
-        return shard_like(value, like)
+        return _shard(value, like) if fits and as_sharded(value) is None else value
     read = value.kept if keep else value.part
     if sharded is None or tuple(sharded.shape) != value.shape:
         return read(whole_chunk(value.shape))
@@ -173,10 +166,15 @@ def _stored_like(value: Any, like: Any, *, keep: bool = False) -> Any:
     )
 
 
-def _refuse_wrapped(value: Tensor) -> None:
-    """Raise ValueError for shards of an optimizer's state that are wrapped: they may have cut its blocks."""
+def _shard(value: Tensor, like: Tensor) -> Tensor:
+    return shard_like(_refuse_wrapped(value), like)
+
+
+def _refuse_wrapped(value: Tensor) -> Tensor:
+    """The value. Raises ValueError if it is wrapped: shards of it may have cut its blocks."""
     if is_wrapped(value):
         raise ValueError(_WRAPPED.format(kind=type(value).__name__))
+    return value
 
 
 _WRAPPED = (
