@@ -90,13 +90,8 @@ def mapped_module(content: Any) -> Any:
         return in_memory(content, mapped=True)
     state = copy(content)
     for name, value in content.items():
-        state[name] = mapped_entry(name, value)
+        state[name] = in_memory(value, mapped=not is_extra_state(name))  # which the module keeps
     return state
-
-
-def mapped_entry(name: str, value: Any) -> Any:
-    """One entry of the state of a module, mapped if it is copied from; extra states are kept by the module."""
-    return in_memory(value, mapped=not is_extra_state(name))
 
 
 def is_extra_state(name: str) -> bool:

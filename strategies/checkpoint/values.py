@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fabric.strategies.checkpoint.storage import buffer_of
 from fabric.strategies.tensors.nests import NamedFields
-from fabric.strategies.tensors.wrapped import Wrapped, is_wrapped, name_of, taken_apart, trusted
+from fabric.strategies.tensors.wrapped import Wrapped, name_of, taken_apart, trusted
 
 Json: TypeAlias = Any
 Keep: TypeAlias = Callable[[str, Any], Json]
@@ -48,13 +48,11 @@ def encode(value: Any, keep: Keep, is_kept: Callable[[Any], bool], at: str = "")
 
     Raises: TypeError: a value cannot be saved; names its position.
     """
-    if is_wrapped(value):
-        value = taken_apart(value)
+    value = taken_apart(value)
     if isinstance(value, Wrapped):
         trusted(value.kind)
-        inner = {"tensors": value.tensors, "context": value.context}
-        entry = {key: encode(each, keep, is_kept, pointer(at, key)) for key, each in inner.items()}
-        return {"$wrapper": value.kind, "size": value.size, "stride": value.stride, **entry}
+        entry = {key: encode(getattr(value, key), keep, is_kept, pointer(at, key)) for key in _PARTS}
+        return {"$wrapper": value.kind, **entry}
     if is_kept(value):
         return keep(at, value)
     if value is None or type(value) in (bool, int, str):
@@ -96,6 +94,8 @@ def decode(json: Json, find: Find, at: str = "") -> Any:
 
 
 Inner: TypeAlias = Callable[[object, Any], Any]
+_PARTS = ("tensors", "context", "size", "stride")
+"""Of a `Wrapped`, beside the name of its class."""
 
 
 @final
@@ -171,11 +171,6 @@ def _read_ordered(json: Json, inner: Inner, _: Any) -> OrderedDict[Any, Any]:
     return read
 
 
-def _read_wrapper(json: Json, inner: Inner, _: Any) -> Wrapped:
-    entry = {key: inner(key, json[key]) for key in ("tensors", "context", "size", "stride")}
-    return Wrapped(kind=json["$wrapper"], **entry)
-
-
 def _fields(value: Any) -> dict[str, Any] | None:
     """What an enum, a dataclass or a named tuple is made of; None for anything else."""
     if isinstance(value, Enum):
@@ -216,7 +211,7 @@ _READERS: dict[str, Callable[[Json, Inner, Callable[[], Tensor]], Any]] = {
     "$path": lambda json, inner, tensor: Path(json["$path"]),
     "$array": _read_array,
     "$scalar": _read_scalar,
-    "$wrapper": _read_wrapper,
+    "$wrapper": lambda json, inner, _: Wrapped(kind=json["$wrapper"], **{key: inner(key, json[key]) for key in _PARTS}),
     "$object": lambda json, inner, tensor: trusted(json["$object"])(**inner("fields", json["fields"])),
 }
 

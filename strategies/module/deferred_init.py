@@ -103,7 +103,6 @@ class Unfilled:
             for empty, (part, name, filled) in self._filled.items():
                 tensor = getattr(part, name)
                 repeat_call(tensor, self._calls.get(empty), take_calls([tensor])[tensor] or filled)
-        self._filled.clear()
 
     def check(self, collective: Collective) -> None:
         """Raise RuntimeError if a tensor is still empty. No cost once all are filled. Ranks: all call it."""

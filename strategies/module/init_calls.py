@@ -45,16 +45,12 @@ class NotedCalls(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         parameter = initialised_by(function, args, kwargs)
-        if parameter is None:
-            return function(*args, **kwargs)
-        is_whole = getattr(function, "__module__", None) == "torch.nn.init" or function.__name__ in ("fill_", "zero_")
-        rest = {name: value for name, value in kwargs.items() if name != "tensor"}
-        vars(parameter)[_CALL] = function, args[1:], rest
-        if not self._skip or parameter.is_meta:
-            return function(*args, **kwargs)
-        if is_whole:
-            return nn.init.constant_(parameter, float("nan"))
-        del vars(parameter)[_CALL]
+        if parameter is not None:
+            vars(parameter)[_CALL] = function, args[1:], {name: kwargs[name] for name in kwargs if name != "tensor"}
+            if self._skip and not parameter.is_meta:
+                if not args or function.__name__ in ("fill_", "zero_"):
+                    return nn.init.constant_(parameter, float("nan"))
+                del vars(parameter)[_CALL]
         return function(*args, **kwargs)
 
 

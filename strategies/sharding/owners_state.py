@@ -13,13 +13,12 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import StateAccess, by_saved_index
 from fabric.strategies.checkpoint.stored import in_memory
-from fabric.strategies.checkpoint.tensor_shards import no_shards, of_rank
+from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.owners import needs_owners, owners
 from fabric.strategies.sharding.sharded_state import ShardedState
 from fabric.strategies.tensors.nests import map_leaves, map_only_tensors
-from fabric.strategies.tensors.packing import Spec
 from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.tensors.wrapped import Wrapped, put_together, taken_apart
 
@@ -113,12 +112,9 @@ def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]
     Cost: each rank receives shapes and dtypes, about 100 bytes for each tensor.
     """
     mine = map_only_tensors(taken_apart, mine)
-    described = collective.all_gather_object(map_only_tensors(Spec.of, mine))
     whole: dict[int, dict[str, Any]] = {}
-    for rank, owned in enumerate(described):
-        whole.update(
-            of_rank(rank, mine) if rank == collective.rank else map_leaves(_elsewhere, owned, is_leaf=_is_spec)
-        )
+    for rank, owned in enumerate(collective.all_gather_object(of_other_rank(mine))):
+        whole.update(of_rank(rank, mine) if rank == collective.rank else owned)
     return dict(sorted(whole.items()))
 
 
@@ -128,11 +124,3 @@ def _is_whole(leaf: Any) -> bool:
 
 def _on_cpu(leaf: Any) -> Any:
     return put_together(leaf, lambda tensor: tensor.detach().to("cpu")) if _is_whole(leaf) else leaf
-
-
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, Spec)
-
-
-def _elsewhere(leaf: Any) -> Any:
-    return no_shards(leaf.shape, leaf.dtype) if isinstance(leaf, Spec) else leaf

@@ -31,9 +31,9 @@ def shard_state(name: str, value: Any, parameter: Tensor, existing: Any = None) 
     if not isinstance(value, Tensor) or as_sharded(value) is not None or as_sharded(parameter) is None:
         return value
     if value.shape == parameter.shape:
-        return _shard(value, parameter)
+        return shard_like(_refuse_wrapped(value), parameter)
     if as_sharded(existing) is not None and existing.shape == value.shape:
-        return _shard(value, existing)
+        return shard_like(_refuse_wrapped(value), existing)
     if value.numel() == 1:  # a step count
         return value
     raise ValueError(
@@ -154,7 +154,7 @@ def _stored_like(value: Any, like: Any, *, keep: bool = False) -> Any:
     if not isinstance(value, Stored):  # from a file that was read as a whole
         value = in_memory(value)
         fits = sharded is not None and isinstance(value, Tensor) and value.shape == sharded.shape
-        return _shard(value, like) if fits and as_sharded(value) is None else value
+        return shard_like(_refuse_wrapped(value), like) if fits and as_sharded(value) is None else value
     read = value.kept if keep else value.part
     if sharded is None or tuple(sharded.shape) != value.shape:
         return read(whole_chunk(value.shape))
@@ -164,10 +164,6 @@ def _stored_like(value: Any, like: Any, *, keep: bool = False) -> Any:
     return DTensor.from_local(
         local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
-
-
-def _shard(value: Tensor, like: Tensor) -> Tensor:
-    return shard_like(_refuse_wrapped(value), like)
 
 
 def _refuse_wrapped(value: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ class Wrapped:
     stride: list[int]
 
 
-def taken_apart(tensor: Tensor) -> Any:
-    """A wrapped tensor as `Wrapped`; any other tensor itself."""
+def taken_apart(tensor: Any) -> Any:
+    """A wrapped tensor as `Wrapped`; any other value itself."""
     if not is_wrapped(tensor):
         return tensor
     names, context = tensor.__tensor_flatten__()
@@ -78,8 +78,8 @@ def put_together(whole: Any, read: Callable[[Any], Tensor]) -> Tensor:
     if not isinstance(whole, Wrapped):
         return read(whole)
     inner = {name: put_together(each, read) for name, each in whole.tensors.items()}
-    kind: Any = trusted(whole.kind)
-    made: Tensor = kind.__tensor_unflatten__(inner, whole.context, torch.Size(whole.size), tuple(whole.stride))
+    size, stride = torch.Size(whole.size), tuple(whole.stride)
+    made: Tensor = trusted(whole.kind).__tensor_unflatten__(inner, whole.context, size, stride)
     return made
 
 
@@ -88,7 +88,7 @@ def on_cpu(tensor: Tensor) -> Tensor:
     return put_together(taken_apart(tensor), lambda plain: plain.detach().to("cpu", copy=True))
 
 
-def trusted(kind: str) -> type:
+def trusted(kind: str) -> Any:
     """The class of this name. Raises: ValueError: torch does not trust it."""
     for each in torch.serialization.get_safe_globals():
         if isinstance(each, type) and name_of(each) == kind:
