@@ -50,9 +50,8 @@ def encode(value: Any, keep: Keep, is_kept: Callable[[Any], bool], at: str = "")
     """
     value = taken_apart(value)
     if isinstance(value, Wrapped):
-        trusted(value.kind)
         entry = {key: encode(getattr(value, key), keep, is_kept, pointer(at, key)) for key in _PARTS}
-        return {"$wrapper": value.kind, **entry}
+        return {"$wrapper": name_of(trusted(value.kind)), **entry}
     if is_kept(value):
         return keep(at, value)
     if value is None or type(value) in (bool, int, str):

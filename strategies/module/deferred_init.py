@@ -2,13 +2,13 @@
 
 # Note [Who fills the tensors]
 A submodule with a `reset_parameters` fills its own tensors, in the order of `model.apply`: children first. Then
-`init_weights` of the model is called, if it has one. Then parameters that other calls initialised when the model was
-constructed (the last layer by zeros, LoRA's by peft) are initialised by these calls: see `init_calls.py`. Neither order
-nor random numbers depend on how the model is sharded: see `whole_draws.py`. Tensors that none of these fill have a
-marker value (NaN for floating point), and the first forward raises if it is still there. So any function may fill them
-until then (`fabric.load`, torch's `load_state_dict`, the user's own) without reporting it. Strategies that construct
-the module on the device write the marker in place of initial values. What nothing has filled before `setup` is then
-initialised in the same order, by the same functions (`initialize_empty`), and the rest is checked in the same way.
+`init_weights` of the model is called, if it has one. Then parameters that `init_weights` left alone, and that other
+calls initialised when the model was constructed (the last layer by zeros, LoRA's by peft), are initialised by these
+calls: see `init_calls.py`. Neither order nor random numbers depend on how the model is sharded: see `whole_draws.py`.
+Tensors that none of these fill have a marker value (NaN for floating point), and the first forward raises if it is
+still there. So any function may fill them until then (`fabric.load`, torch's `load_state_dict`, the user's own) without
+reporting it. Strategies that construct the module on the device write the marker in place of initial values. What
+nothing has filled before `setup` is then initialised in the same order, by the same functions (`initialize_empty`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.module.init_calls import Call, NotedCalls, repeat_call, take_calls
+from fabric.strategies.module.init_calls import NotedCalls, repeat_call, take_calls
 from fabric.strategies.sharding.whole_draws import WholeDraws
 from fabric.strategies.tensors.dtensor import local_part, user_class
 
@@ -51,11 +51,12 @@ def initialize_empty(module: nn.Module) -> None:
                 with torch.no_grad():
                     for tensor, values in kept.items():
                         tensor.copy_(values)
+        made = take_calls(tensors)
         if all(tensor in blank for tensor, call in calls.items() if call is not None):  # nothing was loaded
             _call(inner, "init_weights")
-    for tensor, made in take_calls(tensors).items():
-        if tensor in blank:
-            repeat_call(tensor, calls[tensor], made)
+    for tensor, last in take_calls(tensors).items():
+        if tensor in blank and last is None:
+            repeat_call(tensor, calls[tensor], made[tensor])
     empty = [name for name, tensor in inner.named_parameters() if tensor in blank and _is_empty(tensor)]
     if empty:
         raise RuntimeError(_NO_VALUES.format(model=type(inner).__name__, names=_have(empty)))
@@ -71,10 +72,15 @@ class Unfilled:
         self._tensors: list[tuple[nn.Module, str]] = []
         # Tied tensors are made once. Weak, because unsharded tensors are to be freed when they are sharded.
         self._made: WeakValueDictionary[Tensor, Tensor] = WeakValueDictionary()
-        self._calls = take_calls(tensor for tensor in root.parameters() if tensor.is_meta)
-        """The one that initialised each empty parameter when it was constructed."""
-        self._filled: dict[Tensor, tuple[nn.Module, str, Call | None]] = {}
-        """The place of each, and the call that filled it."""
+        meta = [tensor for tensor in root.parameters() if tensor.is_meta]
+        self._calls = take_calls(meta)
+        """The one that initialised each when it was constructed."""
+        with NotedCalls(), torch.random.fork_rng(devices=()):  # on meta, where some functions are not seen, as then
+            for part in in_order_of_apply(root) if any(self._calls.values()) else ():
+                any(_call(part, method) for method in _RESET)
+        self._made_again = take_calls(meta)
+        """The one by which `reset_parameters` will initialise it."""
+        self._places: dict[Tensor, tuple[nn.Module, str]] = {}
         self.was_empty = False
 
     def fill(self, part: nn.Module, device: torch.device, collective: Collective) -> None:
@@ -88,11 +94,10 @@ class Unfilled:
         if not empty:
             return
         self.was_empty = True
-        with WholeDraws(device, collective), NotedCalls():
+        self._places |= {tensor: (part, name) for name, tensor in empty.items()}
+        with WholeDraws(device, collective):
             if not any(_call(part, method) for method in _RESET):
                 self._tensors += [(part, name) for name in empty]
-        calls = take_calls(getattr(part, name) for name in empty)  # before it is sharded, which makes other parameters
-        self._filled |= {tensor: (part, name, calls[getattr(part, name)]) for name, tensor in empty.items()}
 
     def finish(self, root: nn.Module | None, device: torch.device, collective: Collective) -> None:
         """Call it after all submodules. Calls `init_weights` of `root`, if it is given. Ranks: all of `collective`."""
@@ -100,9 +105,10 @@ class Unfilled:
             if self.was_empty and root is not None:
                 with NotedCalls():
                     _call(root, "init_weights")
-            for empty, (part, name, filled) in self._filled.items():
+            for empty, (part, name) in self._places.items():
                 tensor = getattr(part, name)
-                repeat_call(tensor, self._calls.get(empty), take_calls([tensor])[tensor] or filled)
+                if take_calls([tensor])[tensor] is None:
+                    repeat_call(tensor, self._calls.get(empty), self._made_again.get(empty))
 
     def check(self, collective: Collective) -> None:
         """Raise RuntimeError if a tensor is still empty. No cost once all are filled. Ranks: all call it."""
@@ -161,9 +167,9 @@ def _is_empty(tensor: Tensor) -> bool:
 
 def _call(part: nn.Module, method: str) -> bool:
     """Call a method of a submodule. Returns False if it has none that needs no arguments."""
-    function = getattr(part, method, None)
-    if not callable(function):
+    if not callable(getattr(type(part), method, None)):  # peft's models look up other names in what they wrap
         return False
+    function = getattr(part, method)
     needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     if any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed):
         return False
