@@ -167,9 +167,10 @@ def _is_empty(tensor: Tensor) -> bool:
 
 def _call(part: nn.Module, method: str) -> bool:
     """Call a method of a submodule. Returns False if it has none that needs no arguments."""
-    if not callable(getattr(type(part), method, None)):  # peft's models look up other names in what they wrap
+    function = getattr(part, method, None)
+    # Of its class, too: peft's models look up other names in what they wrap.
+    if not callable(function) or not callable(getattr(type(part), method, None)):
         return False
-    function = getattr(part, method)
     needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     if any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed):
         return False
