@@ -58,8 +58,7 @@ def replica(
     `sync=None`: no gradients are synchronised, and `forward` is not wrapped unless the precision requires it.
     `end`: called on release, after the module is released. `uncompilable`: see `ForwardPath`.
     """
-    around = with_precision(runtime, None if sync is None else sync.forward)
-    path = ForwardPath(module, around, uncompilable=uncompilable)
+    path = ForwardPath(module, with_precision(runtime, sync.forward if sync else None), uncompilable=uncompilable)
     return prepared(runtime, module, optimizers, sync or LocalGradientSync(module), path, end)
 
 
