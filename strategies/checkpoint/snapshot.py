@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.saving import memory_of
-from fabric.strategies.checkpoint.wrappers import on_cpu
 from fabric.strategies.tensors.nests import map_only_tensors, tensors_in
-from fabric.strategies.tensors.wrapped import is_wrapped, plain_tensors
+from fabric.strategies.tensors.wrapped import is_wrapped, on_cpu, plain_tensors
 
 _SMALL_BYTES = 2**20
 """Tensors up to this size are always copied."""

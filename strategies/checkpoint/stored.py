@@ -12,6 +12,7 @@ from torch import Tensor
 from fabric.strategies.checkpoint.values import DTYPES
 from fabric.strategies.tensors.chunk import Chunk, Shape, whole
 from fabric.strategies.tensors.nests import map_leaves
+from fabric.strategies.tensors.wrapped import Wrapped, put_together
 
 if TYPE_CHECKING:
     from fabric.strategies.checkpoint.manifest import Entry, Piece
@@ -74,11 +75,13 @@ def in_memory(content: Any, *, mapped: bool = False) -> Any:
     """A nest with each `Stored` read whole: in new memory, or (`mapped`) mapped, to be copied from and dropped."""
 
     def read(leaf: Any) -> Any:
+        if isinstance(leaf, Wrapped):
+            return put_together(leaf, read)
         if not isinstance(leaf, Stored):
             return leaf
         return leaf.whole() if mapped else leaf.kept(whole(leaf.shape))
 
-    return map_leaves(read, content, is_leaf=lambda leaf: isinstance(leaf, Stored))
+    return map_leaves(read, content, is_leaf=lambda leaf: isinstance(leaf, (Stored, Wrapped)))
 
 
 def mapped_module(content: Any) -> Any:
@@ -87,13 +90,8 @@ def mapped_module(content: Any) -> Any:
         return in_memory(content, mapped=True)
     state = copy(content)
     for name, value in content.items():
-        state[name] = mapped_entry(name, value)
+        state[name] = in_memory(value, mapped=not is_extra_state(name))  # which the module keeps
     return state
-
-
-def mapped_entry(name: str, value: Any) -> Any:
-    """One entry of the state of a module, mapped if it is copied from; extra states are kept by the module."""
-    return in_memory(value, mapped=not is_extra_state(name))
 
 
 def is_extra_state(name: str) -> bool:

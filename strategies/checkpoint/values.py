@@ -2,15 +2,18 @@
 
 Preserved exactly: None, bool, int, float (with inf and nan), str, bytes, complex; lists, tuples, dictionaries with any
 of these as keys, sets; `torch.Size`, dtypes and devices; paths; NumPy scalars and arrays; the `_metadata` of a module's
-state; tensors that are made of tensors. Types that JSON lacks are written as objects whose first key starts with "$".
+state; tensors that are made of tensors; enums, dataclasses and named tuples of classes that torch trusts. Types that
+JSON lacks are written as objects whose first key starts with "$".
 """
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias, final
 
@@ -18,9 +21,8 @@ import torch
 from torch import Tensor
 
 from fabric.strategies.checkpoint.storage import buffer_of
-from fabric.strategies.checkpoint.wrappers import Wrapped, put_together, taken_apart
-from fabric.strategies.tensors.chunk import whole
-from fabric.strategies.tensors.wrapped import is_wrapped
+from fabric.strategies.tensors.nests import NamedFields
+from fabric.strategies.tensors.wrapped import Wrapped, name_of, taken_apart, trusted
 
 Json: TypeAlias = Any
 Keep: TypeAlias = Callable[[str, Any], Json]
@@ -46,12 +48,10 @@ def encode(value: Any, keep: Keep, is_kept: Callable[[Any], bool], at: str = "")
 
     Raises: TypeError: a value cannot be saved; names its position.
     """
-    if is_wrapped(value):
-        value = taken_apart(value)
+    value = taken_apart(value)
     if isinstance(value, Wrapped):
-        inner = {"tensors": value.tensors, "context": value.context}
-        entry = {key: encode(each, keep, is_kept, pointer(at, key)) for key, each in inner.items()}
-        return {"$wrapper": value.kind, "size": value.size, "stride": value.stride, **entry}
+        entry = {key: encode(getattr(value, key), keep, is_kept, pointer(at, key)) for key in _PARTS}
+        return {"$wrapper": name_of(trusted(value.kind)), **entry}
     if is_kept(value):
         return keep(at, value)
     if value is None or type(value) in (bool, int, str):
@@ -65,10 +65,13 @@ def encode(value: Any, keep: Keep, is_kept: Callable[[Any], bool], at: str = "")
         )
     if isinstance(value, PurePath):
         return {"$path": str(value)}
+    fields = _fields(value) if type(value) in torch.serialization.get_safe_globals() else None
+    if fields is not None:
+        return {"$object": name_of(type(value)), "fields": encode(fields, keep, is_kept, pointer(at, "fields"))}
     found = _numpy(value, lambda tensor: keep(at, tensor)) if type(value).__module__ == "numpy" else None
     if found is not None:
         return found
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = name_of(type(value))
     kind += f" of {value.dtype}" if kind == "numpy.ndarray" else ""
     raise TypeError(_NO_VALUE.format(at=at or "/", kind=kind))
 
@@ -90,6 +93,8 @@ def decode(json: Json, find: Find, at: str = "") -> Any:
 
 
 Inner: TypeAlias = Callable[[object, Any], Any]
+_PARTS = ("tensors", "context", "size", "stride")
+"""Of a `Wrapped`, beside the name of its class."""
 
 
 @final
@@ -165,10 +170,15 @@ def _read_ordered(json: Json, inner: Inner, _: Any) -> OrderedDict[Any, Any]:
     return read
 
 
-def _read_wrapper(json: Json, inner: Inner, _: Any) -> Tensor:
-    tensors = {name: tensor.kept(whole(tensor.shape)) for name, tensor in inner("tensors", json["tensors"]).items()}
-    context, size, stride = inner("context", json["context"]), json["size"], json["stride"]
-    return put_together(Wrapped(kind=json["$wrapper"], tensors=tensors, context=context, size=size, stride=stride))
+def _fields(value: Any) -> dict[str, Any] | None:
+    """What an enum, a dataclass or a named tuple is made of; None for anything else."""
+    if isinstance(value, Enum):
+        return {"value": value.value}
+    if isinstance(value, tuple) and isinstance(value, NamedFields):
+        return {name: getattr(value, name) for name in value._fields}
+    if dataclasses.is_dataclass(value):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
+    return None
 
 
 def _read_array(json: Json, _: Inner, tensor: Callable[[], Any]) -> Any:
@@ -200,7 +210,8 @@ _READERS: dict[str, Callable[[Json, Inner, Callable[[], Tensor]], Any]] = {
     "$path": lambda json, inner, tensor: Path(json["$path"]),
     "$array": _read_array,
     "$scalar": _read_scalar,
-    "$wrapper": _read_wrapper,
+    "$wrapper": lambda json, inner, _: Wrapped(kind=json["$wrapper"], **{key: inner(key, json[key]) for key in _PARTS}),
+    "$object": lambda json, inner, tensor: trusted(json["$object"])(**inner("fields", json["fields"])),
 }
 
 
@@ -221,5 +232,6 @@ def _numpy(value: Any, keep: Callable[[Tensor], Json]) -> Json:
 _NO_VALUE = (
     "The state has a `{kind}` at {at}, which cannot be saved: reading it back would run code from the file. Save its "
     "contents as numbers, strings, tensors, lists and dictionaries, or an object that has `state_dict` and "
-    "`load_state_dict`; leave out what a program makes again, such as a function."
+    "`load_state_dict`; leave out what a program makes again, such as a function. An enum, a dataclass or a named "
+    "tuple is saved if torch trusts its class: `torch.serialization.add_safe_globals([...])`."
 )

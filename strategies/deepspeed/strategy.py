@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Adagrad, Optimizer
 from torch.optim.swa_utils import AveragedModel
+from torch.overrides import TorchFunctionMode
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
@@ -36,8 +37,8 @@ from fabric.strategies.gradients.elementwise import has_modes, refuse_dependent
 from fabric.strategies.gradients.sync import LocalGradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.copies import own_hooks, refuse_copies
-from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import ForwardPath
+from fabric.strategies.module.init_calls import initialised_by
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.prepare import make_contiguous, place, prepared, with_precision
 from fabric.strategies.module.same_model import refuse_different_models
@@ -142,10 +143,13 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def when_connected(self, runtime: Runtime) -> None:
         join(runtime.world, runtime.device.type)
 
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def init_module(self, runtime: Runtime, *, empty: bool) -> Iterator[None]:
         """At stage 3 each parameter is sharded as soon as it is created, with rank 0's values."""
         if self._stage != 3:
-            return new_tensors(runtime.device, runtime.precision, empty=empty)
+            with new_tensors(runtime.device, runtime.precision, empty=empty):
+                yield
+            return
         with with_environment(runtime.world, runtime.device.type) as deepspeed:
 
             class ShardSameParameters(deepspeed.zero.Init):  # type: ignore[misc, name-defined]
@@ -155,7 +159,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                     super()._post_init_method(module)
 
             # Without `dtype`: on a device without float16, release 0.19 uses bfloat16 for any dtype that is passed.
-            return ShardSameParameters(config_dict_or_path=self._engine_config(runtime), mem_efficient_linear=False)
+            shard = ShardSameParameters(config_dict_or_path=self._engine_config(runtime), mem_efficient_linear=False)
+        with shard, _WholeInitialization():
+            yield
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         _refuse_setup(runtime, module, optimizers, stage=self._stage)
@@ -181,7 +187,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         stack.callback(sync.release)
         stack.callback(sync.drive(optimizer))
         around = with_precision(runtime, sync.order.around(sync.forward))
-        path = ForwardPath(module, refuse_empty(module, around), self._refuse_mark)
+        path = ForwardPath(module, around, self._refuse_mark)
         stack.callback(path.release)
         if before is not None:
             state.write_optimizer(optimizer, before)
@@ -261,7 +267,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             around = order.around(lambda function, args, kwargs: function(*args, **kwargs))
         else:
             place(runtime, module, (), move=move)
-        path = ForwardPath(module, refuse_empty(module, with_precision(runtime, around)), self._refuse_mark)
+        path = ForwardPath(module, with_precision(runtime, around), self._refuse_mark)
         stack.callback(path.release)
         return replace(
             prepared(runtime, module, (), LocalGradientSync(module), path),
@@ -272,6 +278,24 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             release=stack.pop_all().close,
             state=ZeroState(runtime.world, self._stage, None, ()),
         )
+
+
+@final
+class _WholeInitialization(TorchFunctionMode):
+    """Within the context, what initialises a parameter that is in shards already initialises the whole one.
+
+    DeepSpeed shards a submodule's parameters when it is made; of one that the model then initialises to zeros, it would
+    leave what was there. Ranks: all make the same calls; the values are those of rank 0.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        parameter = initialised_by(function, args, kwargs or {})
+        if parameter is None or not is_sharded(parameter):
+            return function(*args, **(kwargs or {}))
+        with GatheredParameters([parameter], modifier_rank=0):
+            return function(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -122,7 +122,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         return degrees
 
     def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(torch.device("meta") if empty else runtime.device, runtime.precision)
+        return new_tensors(torch.device("meta") if empty else runtime.device, runtime.precision, empty=empty)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         inner = uncompiled(module)

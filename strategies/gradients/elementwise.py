@@ -26,15 +26,14 @@ KNOWN: Mapping[Unit, Mapping[str, str]] = {
     "parameter": {
         "torch": "Adafactor Muon",
         # States that are quantised in blocks of elements, and norms of parameters.
-        "bitsandbytes": "AdEMAMix AdEMAMix8bit Adagrad Adagrad8bit Adam Adam8bit AdamW AdamW8bit LAMB LAMB8bit LARS "
-        "LARS8bit Lion Lion8bit RMSprop RMSprop8bit SGD SGD8bit",
+        "bitsandbytes": "*",
         "pytorch_optimizer": "LARS Lamb Muon SOAP Shampoo StableAdamW",
         "torchao": "Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8",
         "transformers": "Adafactor",
     },
     "model": {"torch": "LBFGS", "prodigyopt": "Prodigy", "pytorch_optimizer": "DAdaptAdam DAdaptSGD Prodigy"},
 }
-"""What an update is computed from: the classes of each package."""
+"""What an update is computed from: the classes of each package; `*`: all of them."""
 
 
 def has_modes(optimizer: Optimizer) -> bool:
@@ -81,4 +80,4 @@ def updates_each(optimizer: Optimizer) -> Unit | None:
     if said in KNOWN:
         return said
     package, name = type(optimizer).__module__.partition(".")[0], type(optimizer).__name__
-    return next((unit for unit, classes in KNOWN.items() if name in classes.get(package, "").split()), None)
+    return next((unit for unit, classes in KNOWN.items() if {name, "*"} & {*classes.get(package, "").split()}), None)

@@ -139,7 +139,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
         return axis in ("data", "shard")
 
     def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(torch.device("meta") if empty else runtime.device, runtime.precision)
+        return new_tensors(torch.device("meta") if empty else runtime.device, runtime.precision, empty=empty)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         if self.pipeline is not None:

@@ -2,19 +2,19 @@
 
 # Note [Who fills the tensors]
 A submodule with a `reset_parameters` fills its own tensors, in the order of `model.apply`: children first. Then
-`init_weights` of the model is called, if it has one. Neither order nor random numbers depend on how the model is
-sharded: see `whole_draws.py`. A submodule without either gets tensors full of a marker value (NaN for floating point),
-and the first forward raises if it is still there. So any function may fill them until then (`fabric.load`, torch's
-`load_state_dict`, the user's own) without reporting it. Strategies that construct the module on the device replace the
-functions of `torch.nn.init` by ones that write the marker. What nothing has filled before `setup` is then initialised
-in the same order, by the same functions (`initialize_empty`), and the rest is checked in the same way.
+`init_weights` of the model is called, if it has one. Then parameters that `init_weights` left alone, and that other
+calls initialised when the model was constructed (the last layer by zeros, LoRA's by peft), are initialised by these
+calls: see `init_calls.py`. Neither order nor random numbers depend on how the model is sharded: see `whole_draws.py`.
+Tensors that none of these fill have a marker value (NaN for floating point), and the first forward raises if it is
+still there. So any function may fill them until then (`fabric.load`, torch's `load_state_dict`, the user's own) without
+reporting it. Strategies that construct the module on the device write the marker in place of initial values. What
+nothing has filled before `setup` is then initialised in the same order, by the same functions (`initialize_empty`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, final
+from typing import final
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.module.forward import Around
+from fabric.strategies.module.init_calls import NotedCalls, repeat_call, take_calls
 from fabric.strategies.sharding.whole_draws import WholeDraws
 from fabric.strategies.tensors.dtensor import local_part, user_class
 
@@ -30,59 +30,36 @@ _RESET = ("reset_parameters", "_reset_parameters")
 """The second is the name in torch's `nn.MultiheadAttention` and `nn.Transformer`."""
 
 
-def leave_empty(tensor: Tensor) -> Tensor:
-    """Fill a floating-point tensor with the marker instead of initial values, and flag it."""
-    if tensor.is_floating_point() and not tensor.is_meta:
-        with torch.no_grad():
-            tensor.fill_(_mark(tensor.dtype))
-        vars(tensor)[_EMPTY] = True
-    return tensor
-
-
-_EMPTY = "_fabric_left_empty"
-
-
 def initialize_empty(module: nn.Module) -> None:
-    """Initialise the parameters that `leave_empty` marked and nothing has filled, and keep those that were loaded.
+    """Initialise what was left empty on the device and nothing has filled, and keep what was loaded.
 
     Draws as `reset_parameters` of the submodules does in plain PyTorch, in the order of `model.apply`.
+    Raises: RuntimeError: a copy of a submodule has no `reset_parameters`, and no values.
     """
     inner = uncompiled(module)
-    marked = {part: _own_tensors(part, marked=True) for part in in_order_of_apply(inner)}
-    blank = {part: [name for name, tensor in own.items() if _is_empty(tensor)] for part, own in marked.items()}
-    for part in (part for part, names in blank.items() if names):
-        kept = {
-            tensor: tensor.detach().clone() for name, tensor in _own_tensors(part).items() if name not in blank[part]
-        }
-        if any(_call(part, method) for method in _RESET):
-            with torch.no_grad():
-                for tensor, values in kept.items():
-                    tensor.copy_(values)
-    if any(blank.values()) and all(len(names) == len(marked[part]) for part, names in blank.items()):
-        _call(inner, "init_weights")
-
-
-def refuse_empty(module: nn.Module, around: Around | None) -> Around | None:
-    """`around`, which raises RuntimeError while parameters or buffers that `leave_empty` marked have no values.
-
-    Uses no collective, so that rank 0 may evaluate alone. No cost for a module that was not constructed empty.
-    """
-    inner = uncompiled(module)
-    named = (*inner.named_parameters(), *inner.named_buffers())
-    names = [name for name, tensor in named if vars(tensor).pop(_EMPTY, False)]
-    if not names:
-        return around
-
-    def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if names:
-            now = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
-            empty = [name for name in names if name in now and _is_empty(now[name])]
-            if empty:
-                raise RuntimeError(_NO_VALUES.format(model=type(inner).__name__, names=_have(empty)))
-            names.clear()
-        return function(*args, **kwargs) if around is None else around(function, args, kwargs)
-
-    return forward
+    own = {part: _own_tensors(part) for part in in_order_of_apply(inner)}
+    tensors = [each for named in own.values() for each in named.values() if not each.is_meta]
+    calls = take_calls(tensors)
+    if not any(calls.values()):
+        return
+    # Copies of layers (`nn.TransformerEncoder`) have the values of what was copied, and no attributes.
+    blank = {each for each, call in calls.items() if (call or type(each) is nn.Parameter) and _is_empty(each)}
+    with NotedCalls():
+        for part in (part for part, named in own.items() if not blank.isdisjoint(named.values())):
+            kept = {tensor: tensor.detach().clone() for tensor in own[part].values() if tensor not in blank}
+            if any(_call(part, method) for method in _RESET):
+                with torch.no_grad():
+                    for tensor, values in kept.items():
+                        tensor.copy_(values)
+        made = take_calls(tensors)
+        if all(tensor in blank for tensor, call in calls.items() if call is not None):  # nothing was loaded
+            _call(inner, "init_weights")
+    for tensor, last in take_calls(tensors).items():
+        if tensor in blank and last is None:
+            repeat_call(tensor, calls[tensor], made[tensor])
+    empty = [name for name, tensor in inner.named_parameters() if tensor in blank and _is_empty(tensor)]
+    if empty:
+        raise RuntimeError(_NO_VALUES.format(model=type(inner).__name__, names=_have(empty)))
 
 
 @final
@@ -95,13 +72,21 @@ class Unfilled:
         self._tensors: list[tuple[nn.Module, str]] = []
         # Tied tensors are made once. Weak, because unsharded tensors are to be freed when they are sharded.
         self._made: WeakValueDictionary[Tensor, Tensor] = WeakValueDictionary()
+        meta = [tensor for tensor in root.parameters() if tensor.is_meta]
+        self._calls = take_calls(meta)
+        """The one that initialised each when it was constructed."""
+        with NotedCalls(), torch.random.fork_rng(devices=()):  # on meta, where some functions are not seen, as then
+            for part in in_order_of_apply(root) if any(self._calls.values()) else ():
+                any(_call(part, method) for method in _RESET)
+        self._made_again = take_calls(meta)
+        """The one by which `reset_parameters` will initialise it."""
+        self._places: dict[Tensor, tuple[nn.Module, str]] = {}
         self.was_empty = False
 
     def fill(self, part: nn.Module, device: torch.device, collective: Collective) -> None:
         """Allocate the own tensors of one submodule, and call its `reset_parameters`. Ranks: all of `collective`."""
-        empty = [name for name, tensor in _own_tensors(part).items() if tensor.is_meta]
-        for name in empty:
-            tensor = getattr(part, name)
+        empty = {name: tensor for name, tensor in _own_tensors(part).items() if tensor.is_meta}
+        for name, tensor in empty.items():
             made = self._made.get(tensor)
             if made is None:
                 made = self._made[tensor] = _marked(tensor, device)
@@ -109,15 +94,21 @@ class Unfilled:
         if not empty:
             return
         self.was_empty = True
+        self._places |= {tensor: (part, name) for name, tensor in empty.items()}
         with WholeDraws(device, collective):
             if not any(_call(part, method) for method in _RESET):
                 self._tensors += [(part, name) for name in empty]
 
     def finish(self, root: nn.Module | None, device: torch.device, collective: Collective) -> None:
-        """Call it after all submodules: calls `init_weights` of `root`, if it is given. Ranks: all of `collective`."""
-        if self.was_empty and root is not None:
-            with WholeDraws(device, collective):
-                _call(root, "init_weights")
+        """Call it after all submodules. Calls `init_weights` of `root`, if it is given. Ranks: all of `collective`."""
+        with WholeDraws(device, collective):
+            if self.was_empty and root is not None:
+                with NotedCalls():
+                    _call(root, "init_weights")
+            for empty, (part, name) in self._places.items():
+                tensor = getattr(part, name)
+                if take_calls([tensor])[tensor] is None:
+                    repeat_call(tensor, self._calls.get(empty), self._made_again.get(empty))
 
     def check(self, collective: Collective) -> None:
         """Raise RuntimeError if a tensor is still empty. No cost once all are filled. Ranks: all call it."""
@@ -143,10 +134,9 @@ def _have(names: list[str]) -> str:
     return f"{', '.join(names)} {'has' if len(names) == 1 else 'have'}"
 
 
-def _own_tensors(part: nn.Module, *, marked: bool = False) -> dict[str, Tensor]:
-    """The parameters and buffers of a submodule itself; `marked`: those that `leave_empty` flagged."""
-    found = {**dict(part.named_parameters(recurse=False)), **dict(part.named_buffers(recurse=False))}
-    return {name: tensor for name, tensor in found.items() if not marked or vars(tensor).get(_EMPTY, False)}
+def _own_tensors(part: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a submodule itself."""
+    return {**dict(part.named_parameters(recurse=False)), **dict(part.named_buffers(recurse=False))}
 
 
 def _marked(tensor: Tensor, device: torch.device) -> Tensor:
@@ -178,7 +168,8 @@ def _is_empty(tensor: Tensor) -> bool:
 def _call(part: nn.Module, method: str) -> bool:
     """Call a method of a submodule. Returns False if it has none that needs no arguments."""
     function = getattr(part, method, None)
-    if not callable(function):
+    # Of its class, too: peft's models look up other names in what they wrap.
+    if not callable(function) or not callable(getattr(type(part), method, None)):
         return False
     needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     if any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed):

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from fabric.strategies.gradients.clipping import clip_norm, clip_value, gradients_are_finite, move_state
 from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
-from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import Around, ForwardPath
 from fabric.strategies.module.outputs import replace_tensors
 from fabric.strategies.module.same_model import refuse_meta
@@ -59,8 +58,7 @@ def replica(
     `sync=None`: no gradients are synchronised, and `forward` is not wrapped unless the precision requires it.
     `end`: called on release, after the module is released. `uncompilable`: see `ForwardPath`.
     """
-    around = with_precision(runtime, None if sync is None else sync.forward)
-    path = ForwardPath(module, refuse_empty(module, around), uncompilable=uncompilable)
+    path = ForwardPath(module, with_precision(runtime, sync.forward if sync else None), uncompilable=uncompilable)
     return prepared(runtime, module, optimizers, sync or LocalGradientSync(module), path, end)
 
 

@@ -13,16 +13,14 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import StateAccess, by_saved_index
 from fabric.strategies.checkpoint.stored import in_memory
-from fabric.strategies.checkpoint.tensor_shards import no_shards, of_rank
-from fabric.strategies.checkpoint.wrappers import Wrapped, on_cpu, put_together, taken_apart
+from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.owners import needs_owners, owners
 from fabric.strategies.sharding.sharded_state import ShardedState
 from fabric.strategies.tensors.nests import map_leaves, map_only_tensors
-from fabric.strategies.tensors.packing import Spec
 from fabric.strategies.tensors.parameters import parameters_of
-from fabric.strategies.tensors.wrapped import is_wrapped
+from fabric.strategies.tensors.wrapped import Wrapped, put_together, taken_apart
 
 
 @final
@@ -81,7 +79,7 @@ class OwnersState(StateAccess):
         owner = {index: rank for rank, indices in enumerate(of_ranks) for index in indices}
         states: dict[Any, Any] = {key: value for key, value in held["state"].items() if not isinstance(key, int)}
         for index in sorted(owner):
-            own = map_only_tensors(_sent, held["state"].get(index))
+            own = map_only_tensors(taken_apart, held["state"].get(index))
             entries = self.collective.broadcast_object(own, src=owner[index])
             if self.collective.rank == 0:
                 states[index] = map_leaves(_on_cpu, entries, is_leaf=_is_whole)
@@ -118,18 +116,11 @@ def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]
 
     Cost: each rank receives shapes and dtypes, about 100 bytes for each tensor.
     """
-    mine = map_only_tensors(_sent, mine)
-    described = collective.all_gather_object(map_only_tensors(Spec.of, mine))
+    mine = map_only_tensors(taken_apart, mine)
     whole: dict[int, dict[str, Any]] = {}
-    for rank, owned in enumerate(described):
-        whole.update(
-            of_rank(rank, mine) if rank == collective.rank else map_leaves(_elsewhere, owned, is_leaf=_is_spec)
-        )
+    for rank, owned in enumerate(collective.all_gather_object(of_other_rank(mine))):
+        whole.update(of_rank(rank, mine) if rank == collective.rank else owned)
     return dict(sorted(whole.items()))
-
-
-def _sent(tensor: Tensor) -> Any:
-    return taken_apart(tensor) if is_wrapped(tensor) else tensor
 
 
 def _is_whole(leaf: Any) -> bool:
@@ -137,14 +128,4 @@ def _is_whole(leaf: Any) -> bool:
 
 
 def _on_cpu(leaf: Any) -> Any:
-    if isinstance(leaf, Wrapped):
-        return on_cpu(put_together(leaf))
-    return leaf.detach().to("cpu") if isinstance(leaf, Tensor) else leaf
-
-
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, Spec)
-
-
-def _elsewhere(leaf: Any) -> Any:
-    return no_shards(leaf.shape, leaf.dtype) if isinstance(leaf, Spec) else leaf
+    return put_together(leaf, lambda tensor: tensor.detach().to("cpu")) if _is_whole(leaf) else leaf

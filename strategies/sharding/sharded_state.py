@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from fabric.strategies.checkpoint.state import StateAccess, by_saved_index, converts, map_state
 from fabric.strategies.checkpoint.stored import Stored, in_memory, is_extra_state
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
-from fabric.strategies.checkpoint.wrappers import map_inner, on_cpu
 from fabric.strategies.tensors.chunk import whole as whole_chunk
-from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part, own_part, shard_like, whole
-from fabric.strategies.tensors.wrapped import is_wrapped, plain_state
+from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part, shard_like, whole
+from fabric.strategies.tensors.wrapped import Wrapped, is_wrapped, on_cpu, plain_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,9 +31,9 @@ def shard_state(name: str, value: Any, parameter: Tensor, existing: Any = None) 
     if not isinstance(value, Tensor) or as_sharded(value) is not None or as_sharded(parameter) is None:
         return value
     if value.shape == parameter.shape:
-        return _shard(value, parameter)
+        return shard_like(_refuse_wrapped(value), parameter)
     if as_sharded(existing) is not None and existing.shape == value.shape:
-        return _shard(value, existing)
+        return shard_like(_refuse_wrapped(value), existing)
     if value.numel() == 1:  # a step count
         return value
     raise ValueError(
@@ -94,7 +93,7 @@ class ShardedState(StateAccess):
 
         def kept(index: Any, name: str, value: Any) -> Any:  # a copy, because an optimizer keeps what it loads
             found = _stored_like(value, by_index.get(index), keep=True)
-            is_new = isinstance(value, Stored) or is_wrapped(value)
+            is_new = isinstance(value, (Stored, Wrapped)) or is_wrapped(value)
             return found.clone() if isinstance(found, Tensor) and not is_new else found
 
         states = map_state(content, kept)["state"]
@@ -118,25 +117,21 @@ class ShardedState(StateAccess):
     def _gathered(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        if is_wrapped(value):
+            return on_cpu(value)
+        _refuse_wrapped(local_part(value))
         gathered = whole(value)
-        if is_wrapped(gathered):
-            return on_cpu(gathered)
         return gathered.detach().to("cpu") if self.keeps else torch.empty(0)
 
 
 def tensor_shards(value: Any, holders: Callable[[DeviceMesh, tuple[Placement, ...]], tuple[int, ...]]) -> Any:
-    """A DTensor as `TensorShards`; other values unchanged. `holders`: `_holders`, cached.
-
-    Shards of other classes (torchao's quantised states) know how they are put together: those are gathered.
-    """
+    """A DTensor as `TensorShards`; other values unchanged. `holders`: `_holders`, cached."""
     sharded = as_sharded(value)
     if sharded is None:
         return value
     chunk = local_chunk(sharded)
     with torch.no_grad():
-        local = local_part(sharded).detach()
-    if is_wrapped(local):
-        return on_cpu(whole(value))
+        local = _refuse_wrapped(local_part(sharded)).detach()
     assert tuple(local.shape) == chunk.shape, f"{tuple(local.shape)} is not {chunk}"
     shards = ((chunk, local),) if local.numel() else ()
     return TensorShards(
@@ -157,8 +152,9 @@ def _stored_like(value: Any, like: Any, *, keep: bool = False) -> Any:
     copied from."""
     sharded = as_sharded(like)
     if not isinstance(value, Stored):  # from a file that was read as a whole
+        value = in_memory(value)
         fits = sharded is not None and isinstance(value, Tensor) and value.shape == sharded.shape
-        return _shard(value, like) if fits and as_sharded(value) is None else value
+        return shard_like(_refuse_wrapped(value), like) if fits and as_sharded(value) is None else value
     read = value.kept if keep else value.part
     if sharded is None or tuple(sharded.shape) != value.shape:
         return read(whole_chunk(value.shape))
@@ -170,17 +166,17 @@ def _stored_like(value: Any, like: Any, *, keep: bool = False) -> Any:
     )
 
 
-def _shard(value: Tensor, like: Tensor) -> Tensor:
-    """`shard_like`, also of tensors of other classes, which can be sliced where that cuts none of their blocks."""
-    sharded = as_sharded(like)
-    if sharded is None or not is_wrapped(value):
-        return shard_like(value, like)
-    from torch.distributed.tensor import DTensor
+def _refuse_wrapped(value: Tensor) -> Tensor:
+    """The value. Raises ValueError if it is wrapped: shards of it may have cut its blocks."""
+    if is_wrapped(value):
+        raise ValueError(_WRAPPED.format(kind=type(value).__name__))
+    return value
 
-    local = map_inner(lambda inner: inner.to(like.device, copy=True), own_part(value, sharded))
-    return DTensor.from_local(
-        local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
-    )
+
+_WRAPPED = (
+    "An optimizer has states of the class `{kind}`, which knows no shards, and its parameters are in shards. Write "
+    "`optimizer.updates_each = 'parameter'` before `fabric.setup`: then each parameter is stepped whole by one rank."
+)
 
 
 def _fill(target: Any, value: Any) -> bool:

@@ -1,12 +1,16 @@
 """Tensors that keep their values in other tensors, such as the quantised weights of torchao.
 
-They follow PyTorch's protocol for wrapper subclasses (`__tensor_flatten__`). Collectives, digests and checkpoints use
-their plain tensors; what shards parameters leaves frozen ones whole on each rank.
+They follow PyTorch's protocol for wrapper subclasses (`__tensor_flatten__`). Collectives, digests and the states of
+modules use their plain tensors; what shards parameters leaves frozen ones whole on each rank. An optimizer makes its
+states in its first step, so that a checkpoint says how they are put together as well: by classes that torch trusts
+(`torch.serialization.add_safe_globals`, which libraries call when they are imported), and by no other code.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeGuard, final
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +47,61 @@ def plain_state(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]
     for name in [name for name, value in state.items() if is_wrapped(value)]:
         state.update(plain_tensors(state.pop(name).detach(), name))
     return state
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapped:
+    """A wrapped tensor, taken apart."""
+
+    kind: str
+    """The name of its class."""
+    tensors: dict[str, Any]
+    """Its plain tensors by the names of attributes, or what stands for them; a `Wrapped` for each that is wrapped."""
+    context: Any
+    size: list[int]
+    stride: list[int]
+
+
+def taken_apart(tensor: Any) -> Any:
+    """A wrapped tensor as `Wrapped`; any other value itself."""
+    if not is_wrapped(tensor):
+        return tensor
+    names, context = tensor.__tensor_flatten__()
+    tensors = {name: taken_apart(getattr(tensor, name)) for name in names}
+    size, stride = list(tensor.size()), list(tensor.stride())
+    return Wrapped(kind=name_of(type(tensor)), tensors=tensors, context=context, size=size, stride=stride)
+
+
+def put_together(whole: Any, read: Callable[[Any], Tensor]) -> Tensor:
+    """The tensor around what `read` returns for each plain one. Raises: ValueError: torch does not trust its class."""
+    if not isinstance(whole, Wrapped):
+        return read(whole)
+    inner = {name: put_together(each, read) for name, each in whole.tensors.items()}
+    size, stride = torch.Size(whole.size), tuple(whole.stride)
+    made: Tensor = trusted(whole.kind).__tensor_unflatten__(inner, whole.context, size, stride)
+    return made
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, which shares no memory. Raises: ValueError: torch does not trust its class."""
+    return put_together(taken_apart(tensor), lambda plain: plain.detach().to("cpu", copy=True))
+
+
+def trusted(kind: str) -> Any:
+    """The class of this name. Raises: ValueError: torch does not trust it."""
+    for each in torch.serialization.get_safe_globals():
+        if isinstance(each, type) and name_of(each) == kind:
+            return each
+    raise ValueError(
+        f"A value of the class `{kind}` is made by code of that class, which runs only if torch trusts it. Import the "
+        "library that defines it, or call `torch.serialization.add_safe_globals([...])` with the class"
+    )
+
+
+def name_of(kind: type) -> str:
+    """With its module."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def frozen_wrapped(module: nn.Module) -> dict[str, nn.Parameter]:

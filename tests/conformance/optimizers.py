@@ -1,5 +1,5 @@
 """`make optimizers`: step each optimizer under each strategy, and write what was seen as the table of
-`docs/optimizers.md`.
+`docs/optimizers.md`: the weights beside those of one process, and what a step sends beside one of SGD.
 
 Every rank has the same batch, so gradients are those of one process to the last bit, and only the optimizer's step can
 differ: SOAP, whose matrices are singular here, or Muon, which computes in bfloat16, would make much of a last bit.
@@ -14,24 +14,28 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabric import Fabric
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from fabric.strategies.tensors.dtensor import whole
+from fabric.strategies.tensors.nests import tensors_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 BEGIN, END = "<!-- measured: make optimizers -->\n", "<!-- end -->\n"
 TOLERANCE = 1e-5
-STEPS = 4
+STEPS = 5
+"""The sanitizer compares in the first four; what the fifth sends is counted."""
+SGD = "torch.optim.SGD"
 OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "torch.optim.SGD": ("momentum", {"lr": 0.05, "momentum": 0.9}),
+    SGD: ("momentum", {"lr": 0.05, "momentum": 0.9}),
     "torch.optim.AdamW": ("plain", {"foreach": False, "fused": False}),
     "torch.optim.AdamW foreach": ("one kernel for all", {"foreach": True}),
     "torch.optim.AdamW fused": ("one kernel for all", {"fused": True}),
@@ -82,8 +86,29 @@ def make(name: str, parameters: Any) -> Optimizer:
     return made
 
 
-def trained(fabric: Fabric | None, name: str) -> dict[str, Tensor]:
-    """The weights after some steps. Two shards of the middle matrix, of 12,544 elements, cut a block of 256."""
+class Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within the context, collectives are counted, and the bytes that they return to this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_messages = self.num_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self.num_messages += 1
+            self.num_bytes += sum(tensor.nbytes for tensor in tensors_in(args[0]))
+        return function(*args, **(kwargs or {}))
+
+
+class Trained(NamedTuple):
+    weights: dict[str, Tensor]
+    num_messages: int = 0
+    num_bytes: int = 0
+    """Of the last step, with its forward and backward."""
+
+
+def trained(fabric: Fabric | None, name: str) -> Trained:
+    """Some steps. Two shards of the middle matrix, of 12,544 elements, cut a block of 256."""
     torch.manual_seed(0)
     layers = [nn.Linear(24, 112, bias=False), nn.Linear(112, 112, bias=False), nn.Linear(112, 16, bias=False)]
     model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
@@ -101,18 +126,20 @@ def trained(fabric: Fabric | None, name: str) -> dict[str, Tensor]:
         return loss
 
     getattr(optimizer, "train", int)()
-    for _ in range(STEPS):
+    for _ in range(STEPS - 1):
+        optimizer.step(closure)
+    with Sent() as sent:
         optimizer.step(closure)
     getattr(optimizer, "eval", int)()
     if fabric is not None:
-        return fabric.state_dict(model, all_ranks=True)
-    return {key: value.clone() for key, value in model.state_dict().items()}
+        return Trained(fabric.state_dict(model, all_ranks=True), sent.num_messages, sent.num_bytes)
+    return Trained({key: value.clone() for key, value in model.state_dict().items()})
 
 
-def run_all(fabric: Fabric, names: Sequence[str]) -> dict[str, dict[str, Tensor] | str]:
-    """The weights that each optimizer trains, or the sentence with which `setup` refuses it."""
+def run_all(fabric: Fabric, names: Sequence[str]) -> dict[str, Trained | str]:
+    """What each optimizer does, or the sentence with which `setup` refuses it."""
     torch.set_num_threads(1)
-    found: dict[str, dict[str, Tensor] | str] = {}
+    found: dict[str, Trained | str] = {}
     for name in names:
         try:
             found[name] = trained(fabric, name)
@@ -121,16 +148,35 @@ def run_all(fabric: Fabric, names: Sequence[str]) -> dict[str, dict[str, Tensor]
     return found
 
 
-def differences(strategy: str, names: Sequence[str]) -> dict[str, float | str]:
-    """The largest relative difference from one process, or the sentence with which `setup` refuses."""
+class Seen(NamedTuple):
+    difference: float
+    """The largest from one process, in units of the largest weight."""
+    more_messages: int
+    """That a step sends, than one of SGD does."""
+    more_bytes: float
+    """In units of those of the weights."""
+
+
+def seen_under(strategy: str, names: Sequence[str]) -> dict[str, Seen | str]:
+    """Each optimizer beside one process and beside SGD, or the sentence with which `setup` refuses it."""
     torch.set_num_threads(1)
     size, made = STRATEGIES[strategy]
     fabric = Fabric(accelerator="cpu", devices=size, strategy=made, launcher="forkserver")
     found = fabric.launch(partial(run_all, names=names))
     assert found is not None
-    return {
-        name: seen if isinstance(seen, str) else difference(trained(None, name), seen) for name, seen in found.items()
-    }
+    sgd = found[SGD]
+    assert isinstance(sgd, Trained)
+    return {name: each if isinstance(each, str) else compare(name, each, sgd) for name, each in found.items()}
+
+
+def compare(name: str, found: Trained, sgd: Trained) -> Seen:
+    expected = trained(None, name).weights
+    num_bytes = sum(weight.nbytes for weight in expected.values())
+    return Seen(
+        difference(expected, found.weights),
+        found.num_messages - sgd.num_messages,
+        (found.num_bytes - sgd.num_bytes) / num_bytes,
+    )
 
 
 def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
@@ -138,15 +184,19 @@ def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> f
     return max(float((whole(found[name]) - right).abs().max() / right.abs().max()) for name, right in expected.items())
 
 
-def column(seen: Mapping[str, float | str]) -> dict[str, str]:
+def column(seen: Mapping[str, Seen | str]) -> dict[str, str]:
     """Raises SystemExit for other numbers than those of one process."""
-    wrong = {name: each for name, each in seen.items() if not isinstance(each, str) and not each <= TOLERANCE}
+    wrong = {name: each for name, each in seen.items() if isinstance(each, Seen) and not each.difference <= TOLERANCE}
     if wrong:
         raise SystemExit(f"{wrong}")
-    return {name: "refused" if isinstance(each, str) else "=" for name, each in seen.items()}
+    return {name: "refused" if isinstance(each, str) else cell(each) for name, each in seen.items()}
 
 
-def table(seen: Mapping[str, Mapping[str, float | str]]) -> str:
+def cell(seen: Seen) -> str:
+    return f"= +{seen.more_messages}, {seen.more_bytes:.2g}" if seen.more_messages else "="
+
+
+def table(seen: Mapping[str, Mapping[str, Seen | str]]) -> str:
     """A row for each optimizer, a column for each strategy, and the sentences below it."""
     columns = {strategy: column(found) for strategy, found in seen.items()}
     lines = [" | ".join(["optimizer", "an update needs", *(f"`{strategy}`" for strategy in columns)])]
@@ -157,9 +207,8 @@ def table(seen: Mapping[str, Mapping[str, float | str]]) -> str:
     for strategy, found in seen.items():
         for name, each in found.items():
             if isinstance(each, str):
-                sentences.setdefault(each.replace(name.partition(" ")[0].rpartition(".")[2], "..."), []).append(
-                    strategy
-                )
+                kind = name.partition(" ")[0].rpartition(".")[2]
+                sentences.setdefault(each.replace(f"`{kind}`", "`...`"), []).append(strategy)
     reasons = [f"- {', '.join(f'`{each}`' for each in dict.fromkeys(of))}: {text}\n" for text, of in sentences.items()]
     return "".join(f"| {line} |\n" for line in lines) + "\n" + "".join(reasons)
 
@@ -176,7 +225,7 @@ def main() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles its step, a minute for each rank
     seen = {}
     for strategy in STRATEGIES:
-        seen[strategy] = differences(strategy, installed())
+        seen[strategy] = seen_under(strategy, installed())
         print(strategy, column(seen[strategy]), flush=True)
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(before + BEGIN + table(seen) + END + rest.split(END)[1])

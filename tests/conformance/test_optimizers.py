@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import OPTIMIZERS, STRATEGIES, column, differences, in_page, installed
+from optimizers import OPTIMIZERS, STRATEGIES, column, in_page, installed, seen_under
 from torch import nn
 
 from fabric import Fabric
@@ -25,7 +25,7 @@ def test_an_optimizer_trains_as_in_one_process_or_is_refused_as_the_page_says(
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # torchao compiles its step, a minute for each rank
     names = installed()
     page = in_page(strategy)
-    assert column(differences(strategy, names)) == {name: page[name] for name in names}
+    assert column(seen_under(strategy, names)) == {name: page[name] for name in names}
 
 
 def losses_of_deepspeeds_muon(fabric: Fabric) -> list[float]:
