@@ -259,8 +259,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             order = ExecutionOrder(runtime, module, gathered_parts(module))
             stack.callback(order.release)
             around = order.around(lambda function, args, kwargs: function(*args, **kwargs))
+            broadcast_from_rank_zero(runtime.collective, module.buffers())
         else:
             place(runtime, module, (), move=move)
+            broadcast_from_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])
         path = ForwardPath(module, refuse_empty(module, with_precision(runtime, around)), self._refuse_mark)
         stack.callback(path.release)
         return replace(
