@@ -61,7 +61,7 @@ class XLAModelParallelStrategy(TorchXLAStrategy):
         shard: Number of devices with different samples and a shard of the parameters that are marked along it.
         tensor: Number of devices with the same samples and a shard of the parameters that are marked along it.
         activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            classes, or a function of a module.
+            "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
     parallelize_fn: MarkingFunction | None = None
