@@ -507,8 +507,9 @@ class Fabric:
                 evaluate(model)
             fabric.save(path, {"model": model, "average": average})
 
-        It starts from the present weights, under DeepSpeed from those in float32 that its optimizer trains. In a
-        checkpoint it is as portable as the model. Ranks: all.
+        It starts from the present weights, under DeepSpeed from those in float32 that its optimizer trains, and
+        averages in its first `update`, too, where torch's `AveragedModel` copies. In a checkpoint it is as portable as
+        the model. Ranks: all.
         Raises: ValueError: the weights are in half precision, the decay is not in [0, 1), or the strategy does not
         support it.
         """

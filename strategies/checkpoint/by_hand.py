@@ -1,4 +1,5 @@
-"""Files that a program writes by hand: `model.state_dict()` of a sharded model gives it shards, which is reported."""
+"""Files that a program writes or reads by hand: `model.state_dict()` of a sharded model has shards, which is reported,
+and `model.load_state_dict` of whole tensors is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.tensors.dtensor import as_sharded
@@ -18,7 +19,8 @@ INSTEAD = (
 
 
 def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str], None]) -> Callable[[], None]:
-    """Report, once, that the program itself has called `state_dict()` of a sharded model, or of a submodule.
+    """Report, once, that the program itself has called `state_dict()` of a sharded model, or of a submodule, and refuse
+    `load_state_dict` of whole tensors, which torch refuses in words of its own.
 
     Returns a function that removes the hooks. A model that is not sharded gets none. Ranks: each on its own.
     """
@@ -37,12 +39,21 @@ def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str]
             )
 
     handles = [part.register_state_dict_post_hook(hook) for part in module.modules()]  # type: ignore[no-untyped-call]
+    handles += [part.register_load_state_dict_pre_hook(_refuse_whole) for part in module.modules()]  # type: ignore[no-untyped-call]
 
     def remove() -> None:
         for handle in handles:
             handle.remove()
 
     return remove
+
+
+def _refuse_whole(part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in part.named_parameters(recurse=False):
+        given = state.get(prefix + name)
+        if isinstance(given, Tensor) and as_sharded(given) is None and _is_shard(parameter, tuple(given.shape)):
+            written = f"`load_state_dict`: the model is sharded, and {prefix + name!r} is given as a whole tensor."
+            raise ValueError(f"{written} Load it before `fabric.setup`, or by `fabric.load_raw(path, model)`.")
 
 
 def _is_shard(tensor: Any, shape: tuple[int, ...] | None) -> bool:
