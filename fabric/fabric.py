@@ -507,8 +507,9 @@ class Fabric:
                 evaluate(model)
             fabric.save(path, {"model": model, "average": average})
 
-        It starts from the present weights, under DeepSpeed from those in float32 that its optimizer trains. In a
-        checkpoint it is as portable as the model. Ranks: all.
+        It starts from the present weights, under DeepSpeed from those in float32 that its optimizer trains, and
+        averages in its first `update`, too, where torch's `AveragedModel` copies. In a checkpoint it is as portable as
+        the model. Ranks: all.
         Raises: ValueError: the weights are in half precision, the decay is not in [0, 1), or the strategy does not
         support it.
         """
@@ -851,10 +852,10 @@ class Fabric:
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics (numbers, or tensors of one element) to every logger, on rank zero.
 
-        A tensor on a device is waited for, if there are loggers.
+        A tensor on a device is waited for, if there are loggers. Raises: ValueError: a tensor of several elements.
         """
         if self.is_global_zero and self._loggers:
-            numbers = {name: each.item() if isinstance(each, Tensor) else each for name, each in metrics.items()}
+            numbers = {name: _number(name, each) for name, each in metrics.items()}
             for logger in self._loggers:
                 metric_writer(logger)(dict(numbers), step=step)
 
@@ -1013,6 +1014,14 @@ class Fabric:
             self._stop = StopRequest(runtime.world, runtime.report)
             self._open.callback(self._stop.close)
         return self._stop
+
+
+def _number(name: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"`fabric.log({name!r}, ...)`: a tensor of {tuple(value.shape)} is no number. Log its mean.")
+    return value.item()
 
 
 def _run(world: World, fabric: Fabric, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:

@@ -34,7 +34,7 @@ class DataParallelStrategy(Strategy):
 
     Args:
         activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            classes, or a function of a module.
+            "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
     launchers = ("inline",)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -27,8 +27,7 @@ from fabric.lightning.reductions import in_place, reduction
 from fabric.lightning.strategies import Strategy, strategy_of
 from fabric.lightning.unsupported import unsupported
 from fabric.lightning.utilities.seed import seed_everything
-from fabric.lightning.wrappers import AfterStep, _FabricModule, is_wrapped, prepared, unwrap
-from fabric.output.callbacks import call
+from fabric.lightning.wrappers import AfterStep, _FabricDataLoader, _FabricModule, prepared, unwrap
 from fabric.strategies.checkpoint import foreign
 from fabric.strategies.collectives.collective import Collective
 
@@ -232,11 +231,11 @@ class Fabric:
         result = self.core.setup_dataloaders(
             *dataloaders, use_distributed_sampler=use_distributed_sampler, move_to_device=move_to_device
         )
-        return list(result) if len(dataloaders) > 1 else result
-
-    def is_wrapped(self, obj: object) -> bool:
-        """Whether a fabric prepared the module, optimizer or loader."""
-        return is_wrapped(obj)
+        loaders = list(result) if len(dataloaders) > 1 else [result]
+        for loader in loaders:
+            if isinstance(loader, _FabricDataLoader):
+                loader.numbers_samplers = True  # as there
+        return loaders if len(dataloaders) > 1 else result
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Within the context, modules are constructed on the strategy's device, in the precision's dtype."""
@@ -271,7 +270,7 @@ class Fabric:
         """Within the context, gradients of `module` are not synchronised."""
         inner = prepared(module)
         assert inner is not None
-        return self.core.no_backward_sync(inner, enabled) if enabled else nullcontext()
+        return self.core.no_backward_sync(inner, enabled)
 
     def clip_gradients(
         self,
@@ -379,8 +378,8 @@ class Fabric:
         """Call a method of every callback that has it, with the keyword arguments that it accepts."""
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
-            accepted = _accepted(method, kwargs) if callable(method) else kwargs
-            call([callback], hook_name, *args, **accepted)
+            if method is not None:
+                method(*args, **_accepted(method, kwargs))
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
@@ -388,10 +387,6 @@ class Fabric:
         return seed_everything(seed, workers, verbose)
 
     # Internals
-
-    def _validate_launched(self) -> None:
-        """Raise RuntimeError if there are several ranks and `launch` was not called."""
-        _ = self.core.device
 
     def _size_of(self, ranks: Collective | None) -> int:
         return self.core.world_size if ranks is None else ranks.size
@@ -401,7 +396,9 @@ class Fabric:
         chosen = self.core._configuration
         if chosen.topology.size == 1 or chosen.world is not None:
             return False
-        return is_interactive() or _needs_function(chosen.launcher) or "script" not in chosen.strategy.launchers
+        launcher = LAUNCHERS.get(chosen.launcher)
+        needs_function = launcher is not None and launcher.needs_function
+        return is_interactive() or needs_function or "script" not in chosen.strategy.launchers
 
     def _watch(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -423,10 +420,6 @@ class Fabric:
             f"`clip_gradients`: the `{type(optimizer).__name__}` has no parameter of a model that was set up. Pass the "
             "model and the optimizer to `fabric.setup`."
         )
-
-
-def _needs_function(launcher: str) -> bool:
-    return launcher in LAUNCHERS and LAUNCHERS[launcher].needs_function
 
 
 def _run(core: CoreFabric, fabric: Fabric, function: Callable[..., T], args: Any, kwargs: Any) -> T:

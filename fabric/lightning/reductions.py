@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fabric.lightning.utilities.types import ReduceOp
 from fabric.strategies.collectives.collective import ReduceOp as Word
 from fabric.strategies.tensors.paths import map_tensors
 
@@ -19,13 +18,7 @@ _WORDS: dict[str, Word] = {
     "product": "product",
     "sum": "sum",
 }
-_OPERATIONS: tuple[tuple[Any, Word], ...] = (
-    (ReduceOp.SUM, "sum"),
-    (ReduceOp.AVG, "mean"),
-    (ReduceOp.MIN, "min"),
-    (ReduceOp.MAX, "max"),
-    (ReduceOp.PRODUCT, "product"),
-)
+"""By name, also by that of an operation of torch, such as `ReduceOp.SUM`."""
 
 
 def reduction(operation: Any) -> Word:
@@ -35,13 +28,9 @@ def reduction(operation: Any) -> Word:
     """
     if operation is None:
         return "sum"
-    if isinstance(operation, str):
-        if operation.lower() in _WORDS:
-            return _WORDS[operation.lower()]
-    else:
-        for one, word in _OPERATIONS:
-            if operation == one:
-                return word
+    name = str(operation if isinstance(operation, str) else getattr(operation, "name", "")).lower()
+    if name in _WORDS:
+        return _WORDS[name]
     raise ValueError(f"`reduce_op={operation!r}` is not a reduction. Write one of {', '.join(map(repr, _WORDS))}.")
 
 

@@ -51,10 +51,6 @@ class _FabricModule(nn.Module):
         """The user's module."""
         return uncompiled(self._forward_module)
 
-    @property
-    def _original_module(self) -> nn.Module:
-        return self.module
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self._forward_module, *args, **kwargs)
 

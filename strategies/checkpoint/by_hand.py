@@ -1,4 +1,5 @@
-"""Files that a program writes by hand: `model.state_dict()` of a sharded model gives it shards, which is reported."""
+"""Files that a program writes or reads by hand: `model.state_dict()` of a sharded model has shards, which is reported,
+and `model.load_state_dict` of whole tensors is refused."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.checkpoint.state import KeepsNamesAndShapes, StateAccess
 from fabric.strategies.tensors.dtensor import as_sharded
 
 INSTEAD = (
@@ -18,7 +19,8 @@ INSTEAD = (
 
 
 def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str], None]) -> Callable[[], None]:
-    """Report, once, that the program itself has called `state_dict()` of a sharded model, or of a submodule.
+    """Report, once, that the program itself has called `state_dict()` of a sharded model, or of a submodule, and refuse
+    `load_state_dict` of whole tensors, which torch refuses in words of its own.
 
     Returns a function that removes the hooks. A model that is not sharded gets none. Ranks: each on its own.
     """
@@ -37,6 +39,7 @@ def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str]
             )
 
     handles = [part.register_state_dict_post_hook(hook) for part in module.modules()]  # type: ignore[no-untyped-call]
+    handles += [part.register_load_state_dict_pre_hook(_RefuseWhole()) for part in module.modules()]  # type: ignore[no-untyped-call]
 
     def remove() -> None:
         for handle in handles:
@@ -45,15 +48,28 @@ def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str]
     return remove
 
 
+class _RefuseWhole(KeepsNamesAndShapes):
+    """A hook of `load_state_dict`: whole tensors are refused, unless a library has called it."""
+
+    def __call__(self, part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in () if _is_called_by_a_library() else part.named_parameters(recurse=False):
+            given = state.get(prefix + name)
+            if isinstance(given, Tensor) and as_sharded(given) is None and _is_shard(parameter, tuple(given.shape)):
+                written = f"`load_state_dict`: the model is sharded, and {prefix + name!r} is given as a whole tensor."
+                raise ValueError(f"{written} Load it before `fabric.setup`, or by `fabric.load_raw(path, model)`.")
+
+
 def _is_shard(tensor: Any, shape: tuple[int, ...] | None) -> bool:
     """Whether this is not the tensor of this shape, but a part of it; None: it has none."""
     return shape is not None and (tensor is None or as_sharded(tensor) is not None or tuple(tensor.shape) != shape)
 
 
 def _is_called_by_a_library() -> bool:
-    """Whether fabric, torch.distributed or a backend has called `state_dict`: they know what it gives."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name in ("_is_called_by_a_library", "hook", "state_dict"):
+    """Whether fabric, torch.distributed or a backend has called `state_dict` or `load_state_dict`: they know shards."""
+    frame, name = inspect.currentframe(), __name__
+    while frame is not None and (
+        name.startswith((__name__, "torch.nn.")) or frame.f_code.co_name in ("state_dict", "load_state_dict")
+    ):
         frame = frame.f_back
-    name = "" if frame is None else frame.f_globals.get("__name__", "")
+        name = "" if frame is None else frame.f_globals.get("__name__", "")
     return name.startswith(("fabric.", "torch.distributed.", "deepspeed.", "fairscale."))

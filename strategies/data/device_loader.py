@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
@@ -113,6 +113,9 @@ class DeviceLoader:
         """`_told` when the latest iteration began."""
         self.iteration = Iteration()
         """The latest iteration."""
+        self.numbers_samplers = False
+        """Whether each iteration passes its number to the user's sampler (`set_epoch`), which torch leaves to the
+        loop."""
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. It is counted at its second batch, its end, or a backward pass, whichever comes first."""
@@ -125,6 +128,10 @@ class DeviceLoader:
             begin()
         if restored.over is not None and reading.position is not None:
             self._leave_rest(restored.over)
+        if self.numbers_samplers and reading.order is not None:
+            for part in reading.epochal:
+                if isinstance(part, Sampler):
+                    part.set_epoch(reading.order.epoch)
         with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
             if reading.announce is not None and opened is not None:
                 reading.announce(opened)

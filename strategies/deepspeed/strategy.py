@@ -71,7 +71,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
         timeout_seconds: How long a collective waits for the other ranks before it raises.
         activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            classes, or a function of a module.
+            "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
     stage: int | None = None
@@ -265,8 +265,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             order = ExecutionOrder(runtime, module, gathered_parts(module))
             stack.callback(order.release)
             around = order.around(lambda function, args, kwargs: function(*args, **kwargs))
+            broadcast_from_rank_zero(runtime.collective, module.buffers())
         else:
             place(runtime, module, (), move=move)
+            broadcast_from_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])
         path = ForwardPath(module, with_precision(runtime, around), self._refuse_mark)
         stack.callback(path.release)
         return replace(

@@ -72,7 +72,7 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
         backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
         timeout_seconds: How long a collective waits for the other ranks before it raises.
         activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            classes, or a function of a module.
+            "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
     in_shards: ClassVar[bool] = True

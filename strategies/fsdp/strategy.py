@@ -56,7 +56,8 @@ class FSDPStrategy(ProcessGroupStrategy):
     to the device just before it is sharded, also with `move_to_device=False`.
 
     Args:
-        auto_wrap_policy: Submodules whose parameters are all-gathered together: classes, or a function of a module.
+        auto_wrap_policy: Submodules whose parameters are all-gathered together: "blocks" (`blocks_of(model)`), classes,
+            or a function of a module. None: the whole model at once.
         reshard_after_forward: Free gathered parameters after forward. False: keep them for backward. A number: shard
             over so many ranks.
         device_mesh: (replicas, shards), or "nodes" for a replica on each node. None: shards over all ranks.
@@ -67,7 +68,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
         timeout_seconds: How long a collective waits for the other ranks before it raises.
         activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            classes, or a function of a module.
+            "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
     in_shards: ClassVar[bool] = True

@@ -40,7 +40,7 @@ class HorovodStrategy(Strategy):
         broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
             computes gradients.
         activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            classes, or a function of a module.
+            "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
     launcher: str = "auto"

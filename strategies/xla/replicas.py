@@ -52,7 +52,7 @@ class XLAStrategy(TorchXLAStrategy):
             computes gradients.
         cpu_replicas: Allow several replicas on PJRT's CPU client, which hangs in torch_xla 2.9 as released.
         activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            classes, or a function of a module.
+            "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
     launcher_name: ClassVar[str] = "xla"

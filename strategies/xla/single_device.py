@@ -36,7 +36,7 @@ class SingleDeviceXLAStrategy(TorchXLAStrategy):
 
     Args:
         activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            classes, or a function of a module.
+            "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
     def refuse(self, target: Target) -> str | None:

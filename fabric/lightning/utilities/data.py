@@ -20,8 +20,7 @@ class AttributeDict(dict[str, Any]):
         self[name] = value
 
     def __delattr__(self, name: str) -> None:
-        if name not in self:
-            raise AttributeError(f"There is no entry {name!r}; there are {', '.join(map(repr, self))}.")
+        getattr(self, name)  # raises AttributeError
         del self[name]
 
 

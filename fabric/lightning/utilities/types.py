@@ -16,19 +16,3 @@ class _Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-@runtime_checkable
-class Steppable(Protocol):
-    """Steps."""
-
-    def step(self, closure: Any = ...) -> Any: ...
-
-
-@runtime_checkable
-class Optimizable(Protocol):
-    """An object with `step` and parameter groups."""
-
-    param_groups: list[dict[Any, Any]]
-
-    def step(self, closure: Any = ...) -> Any: ...

@@ -87,6 +87,8 @@ def test_loggers_may_be_appended_after_launch_and_take_settings(make: Any, tmp_p
         fabric.log_dict({"b": torch.tensor(2)}, step=4)
         fabric.log_hyperparams({"lr": 0.1})
         assert fabric.logger is first
+        with pytest.raises(ValueError, match=r"`fabric\.log\('pair', \.\.\.\)`: a tensor of \(2,\) is no number"):
+            fabric.log("pair", torch.ones(2))
         fabric.loggers.append(object())
         with pytest.raises(TypeError, match=r"A logger has `log_metrics\(metrics, step=None\)`"):
             fabric.log("c", 3)

@@ -13,7 +13,14 @@ import torch
 from devices import ACCELERATOR
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    random_split,
+)
 
 import fabric as core
 from fabric.lightning import Fabric, is_wrapped, seed_everything
@@ -102,7 +109,10 @@ def test_one_rank_gathers_without_a_leading_dimension_and_reduces_in_place(fabri
     assert torch.equal(fabric.all_gather(tensor), tensor)
     assert fabric.all_gather({"a": 1.5, "b": [2, True]})["b"][0].shape == ()
     assert fabric.all_reduce(tensor, reduce_op=ReduceOp.SUM) is tensor
-    assert fabric.all_reduce(3, reduce_op="AVG").item() == 3
+    for operation in ("AVG", None, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT):
+        assert fabric.all_reduce(3, reduce_op=operation).item() == 3
+    with pytest.raises(ValueError, match="is not a reduction"):
+        fabric.all_reduce(tensor, reduce_op=ReduceOp.BAND)
     with pytest.raises(
         ValueError, match=r"`reduce_op='median'` is not a reduction\. Write one of 'avg', 'max', 'mean'"
     ):
@@ -298,6 +308,68 @@ def test_a_loader_that_the_state_does_not_name_starts_its_epoch_after_a_load(fab
     assert len(list(loader)) == 4
 
 
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_a_sampler_of_the_program_gets_the_number_of_each_epoch(fabric: Fabric, in_batches: bool) -> None:
+    numbers: Any = range(8)
+    sampler: Any = DistributedSampler(numbers, num_replicas=1, rank=0)
+    batches = {"batch_sampler": BatchSampler(sampler, 2, False)} if in_batches else {"sampler": sampler}
+    plain: Any = DataLoader(numbers, **batches)
+    expected = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        expected.append([batch.tolist() for batch in plain])
+    loader, other = fabric.setup_dataloaders(plain, DataLoader(numbers))
+    assert [[batch.tolist() for batch in loader] for _ in range(3)] == expected
+    next(iter(loader))  # is no epoch
+    sampler.set_epoch(3)
+    assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in plain]
+    assert len(list(other)) == len(numbers)
+
+
+ROWS = 24
+
+
+def losses_of_a_loop(fabric: Fabric | None, num_folds: int) -> list[float]:
+    """A k-fold cross-validation (of no folds: a training with a validation), with dropout, from one seed."""
+    seed_everything(1, verbose=False)
+    data = TensorDataset(torch.randn(ROWS, 4), torch.randint(3, (ROWS,)))
+    models: list[Any] = []
+    for _ in range(max(1, num_folds)):
+        net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 3))
+        models.append((net, SGD(net.parameters(), lr=0.1)))
+    if fabric is not None:
+        models = [fabric.setup(*each) for each in models]
+    losses = []
+    loaders: Any = [DataLoader(each, 4, shuffle=number == 0) for number, each in enumerate(random_split(data, [16, 8]))]
+    if fabric is not None and not num_folds:
+        loaders = fabric.setup_dataloaders(*loaders)
+    for _ in range(3):
+        for fold, (model, optimizer) in enumerate(models):
+            if num_folds:
+                rows = list(range(ROWS))
+                held_out = rows[fold::num_folds]
+                parts = ([row for row in rows if row not in held_out], held_out)
+                loaders = [DataLoader(data, 4, sampler=SubsetRandomSampler(part)) for part in parts]
+                loaders = loaders if fabric is None else fabric.setup_dataloaders(*loaders)
+            model.train()
+            for inputs, targets in loaders[0]:
+                loss = nn.functional.cross_entropy(model(inputs), targets)
+                fabric.backward(loss) if fabric is not None else loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            model.eval()
+            with torch.no_grad():
+                losses += [nn.functional.cross_entropy(model(x), y).item() for x, y in loaders[1]]
+    return losses
+
+
+@pytest.mark.parametrize("num_folds", [0, 3])
+def test_a_training_and_a_cross_validation_have_the_losses_of_torch(num_folds: int) -> None:
+    with Fabric("cpu", devices=1) as fabric:
+        assert losses_of_a_loop(fabric, num_folds) == losses_of_a_loop(None, num_folds)
+
+
 def test_what_was_set_up_is_refused_a_second_time(fabric: Fabric) -> None:
     model, optimizer = fabric.setup(*parts())
     loader = fabric.setup_dataloaders(DataLoader([1, 2]))  # type: ignore[arg-type]
@@ -345,8 +417,6 @@ class Dict(nn.Module):
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "16-true", "bf16-true", "64-true", "32-true"])
 def test_inputs_and_outputs_have_the_dtypes_of_that_library(precision: str) -> None:
-    if ACCELERATOR != "cpu" and precision == "64-true":
-        pytest.skip("not on every accelerator")
     with Fabric(ACCELERATOR, devices=1, precision=precision) as fabric:
         model, optimizer = fabric.setup(net := Dict(), SGD(net.parameters(), lr=0.1))
         inputs = torch.ones(1, 2, dtype=torch.float32 if precision == "32-true" else torch.float64)

@@ -55,11 +55,15 @@ def write_by_hand(fabric: Fabric, path: str) -> tuple[list[str], list[str]]:
     fabric.save(f"{path}.saved", {"model": model})
     fabric.load(f"{path}.saved", {"model": model})
     whole = fabric.state_dict(model)
+    for part, state in ((model, nn.Sequential(nn.Linear(8, 4)).state_dict()), (model[0], nn.Linear(8, 4).state_dict())):
+        with pytest.raises(ValueError, match=r"the model is sharded, and '(0\.)?weight' is given as a whole tensor"):
+            part.load_state_dict(state)
     before = list(collected.messages)
     if fabric.is_global_zero:
         for _ in range(2):
             torch.save(model[0].state_dict(), path)
         torch.save({name.removeprefix("0."): tensor for name, tensor in whole.items()}, f"{path}.right")
+    model.load_state_dict(model.state_dict())
     return before, collected.messages
 
 

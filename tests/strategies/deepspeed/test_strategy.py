@@ -433,8 +433,10 @@ def other_ways(world: World, folder: str) -> dict[str, Any]:
             found[f"compiled {when}"] = whole(fabric, folder, model)
     for stage in (1, 2, 3):
         with fabric_of(world, strategy_of(stage)) as fabric:
-            torch.manual_seed(3)
-            model = fabric.setup_module(Net())
+            torch.manual_seed(3 + world.rank)  # the weights and buffers of rank 0 are taken
+            net = Net()
+            net.shift += world.rank
+            model = fabric.setup_module(net)
             with torch.no_grad():
                 found[f"evaluated {stage}"] = model(torch.arange(7))
             found[f"evaluated file {stage}"] = whole(fabric, folder, model)
@@ -444,7 +446,7 @@ def other_ways(world: World, folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_other_precisions_and_evaluation(tmp_path: Path) -> None:
-    found = run_world(2, other_ways, str(tmp_path))[0]
+    found, on_rank_one = run_world(2, other_ways, str(tmp_path))
     expected = simple_steps(Plain(), "")
     for when in ("before", "after"):
         torch.testing.assert_close(found[f"compiled {when}"], expected, rtol=1e-5, atol=1e-5)
@@ -458,7 +460,8 @@ def test_other_precisions_and_evaluation(tmp_path: Path) -> None:
     torch.manual_seed(3)
     plain = Net()
     for stage in (1, 2, 3):
-        torch.testing.assert_close(found[f"evaluated {stage}"], plain(torch.arange(7)).detach())
+        for each in (found, on_rank_one):
+            torch.testing.assert_close(each[f"evaluated {stage}"], plain(torch.arange(7)).detach())
         torch.testing.assert_close(found[f"evaluated file {stage}"], dict(plain.state_dict()), rtol=0, atol=0)
         assert "`Net` was set up without an optimizer, for evaluation" in found[f"evaluated backward {stage}"]
 
