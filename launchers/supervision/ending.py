@@ -8,8 +8,8 @@ import signal
 import sys
 from typing import Any, NoReturn
 
+from fabric.launchers.process.failure import describe, first, worker_error
 from fabric.launchers.process.interpreter import close_files, run_exit_functions
-from fabric.launchers.supervision.failure import describe, first, worker_error
 from fabric.launchers.supervision.supervisor import Supervisor
 
 

@@ -20,10 +20,10 @@ from functools import partial
 from types import TracebackType
 
 from fabric.launchers.launcher import Topology
+from fabric.launchers.process import failure
 from fabric.launchers.process.os_process import kill_group, signal_rank
 from fabric.launchers.process.reports import Failure, Leaving, Result, Saving, read_reports
 from fabric.launchers.rendezvous.store_server import MeetingPoint
-from fabric.launchers.supervision import failure
 from fabric.launchers.supervision.guardian import Guardian
 from fabric.launchers.supervision.output import Output
 from fabric.launchers.supervision.signals import ENDING, Signals

@@ -22,9 +22,9 @@ from processes import run
 from worlds import run_world
 
 from fabric.launchers import Topology, WorkerError, World, join
+from fabric.launchers.process.failure import departure, describe, first
 from fabric.launchers.process.reports import Failure
 from fabric.launchers.processes import forkserver
-from fabric.launchers.supervision.failure import departure, describe, first
 
 
 def break_one_rank(world: World, how: str) -> Any:
