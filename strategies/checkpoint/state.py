@@ -8,7 +8,7 @@ between shards and plain state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any, Protocol, TypeAlias, TypeGuard, final
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.stored import in_memory, mapped_module
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
+from fabric.strategies.tensors.dtensor import gathered_weight
 from fabric.strategies.tensors.wrapped import is_wrapped, plain_state, plain_tensors
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -108,6 +109,10 @@ class StateAccess(ABC):
     def group_sizes(self, optimizer: Optimizer) -> list[int]:
         """The number of parameters of each group in the whole state. Ranks: each on its own."""
         return [len(group["params"]) for group in optimizer.param_groups]
+
+    def gather(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of parameters in shards, whole on every rank, through which gradients flow; others as they are."""
+        return list(map(gathered_weight, parameters))
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         """As `write_module`, from a state with a `Stored` for each tensor."""

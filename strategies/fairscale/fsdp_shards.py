@@ -12,7 +12,7 @@ steps of prepared optimizers have plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, cast, final
 
@@ -187,6 +187,15 @@ class SlicedState(StateAccess):
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
+
+    def gather(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        copies = []
+        for parameter in parameters:
+            own = parameter.data
+            parameter.data = whole_of(self._collective, own, cast(Any, parameter)._orig_size)
+            copies.append(parameter.clone())  # while it is whole: FairScale's backward expects a whole gradient
+            parameter.data = own
+        return copies
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         return self._module_state(module, self._kept)
