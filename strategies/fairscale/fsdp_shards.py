@@ -13,6 +13,7 @@ steps of prepared optimizers have plain tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, TypeAlias, cast, final
 
@@ -21,8 +22,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.checkpoint.state import PLAIN, KeepsNamesAndShapes, StateAccess, by_saved_index, map_state
-from fabric.strategies.checkpoint.stored import in_memory
+from fabric.strategies.checkpoint.state import (
+    PLAIN,
+    KeepsNamesAndShapes,
+    StateAccess,
+    by_saved_index,
+    converts,
+    map_state,
+)
+from fabric.strategies.checkpoint.stored import in_memory, mapped_entry
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.tensors.nests import map_only_tensors
@@ -122,6 +130,7 @@ def _is_sliced(name: str, value: Any, parameter: Any) -> bool:
 
 
 def _sliced_entry(name: str, value: Any, parameter: Any, rank: int, size: int) -> Any:
+    value = in_memory(value, mapped=True)
     if not isinstance(value, Tensor):
         return value
     if name not in _NUMBERS and value.shape == parameter._orig_size:
@@ -167,7 +176,7 @@ def _gather_renamed(collective: Collective, module: nn.Module, content: dict[str
 def _slice(collective: Collective, part: nn.Module, content: dict[str, Any], prefix: str, *others: Any) -> None:
     errors: list[str] = others[-1]
     for name, parameter in _own_parameters(part):
-        whole, shape = content.get(prefix + name), parameter._orig_size
+        whole, shape = in_memory(content.get(prefix + name), mapped=True), parameter._orig_size
         if not isinstance(whole, Tensor):
             continue
         if whole.shape == shape:
@@ -206,6 +215,14 @@ class SlicedState(StateAccess):
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         PLAIN.write_module(module, content, strict=strict)
 
+    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
+        # Our hooks read a parameter when it is loaded; others may look at it before.
+        left = set() if converts(module) else {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        state = copy(content)
+        for name, value in content.items():
+            state[name] = value if name in left else mapped_entry(name, value)
+        self.write_module(module, state, strict=strict)
+
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._optimizer_state(optimizer, self._kept)
 
@@ -216,7 +233,7 @@ class SlicedState(StateAccess):
         PLAIN.write_optimizer(optimizer, content)
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
-        self.write_optimizer(optimizer, in_memory(content, mapped=True))  # of which this rank copies its shards
+        self.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": content["state"]})
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
         state = self._module_state(module, lambda own, shape: torch.empty(shape, device="meta"))
