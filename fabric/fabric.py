@@ -960,6 +960,9 @@ class Fabric:
         """How far the loop is, or was when the fabric was closed, for reports. Any thread calls it."""
         if self._set_up is not None and self._set_up.steps:
             self._progress = f"after {self.num_steps} step{'s' * (self.num_steps != 1)}"
+            if self._runtime is not None and self._runtime.forward_communicates:
+                models = list(self._set_up.models.values())
+                self._progress += f" and {sum(model.path.num_calls for model in models)} forwards"
         return self._progress
 
     def _forget(self) -> None:

@@ -150,8 +150,8 @@ _WEIGHT_OF_WHICH_MODEL = (
 _OF_SHARDS = ("mixed torch.Tensor and DTensor", "returned an invalid gradient")
 """Errors of torch for a loss that uses shards of DTensors, of DeepSpeed and of FairScale."""
 _IN_SHARDS = (
-    "Backward failed: {why}\nIf the loss uses weights outside of `forward`, as a penalty does: the strategy has them in "
-    "shards there. Read them in a `with fabric.gathered(model):`, where they are whole."
+    "Backward failed: {why}\nIf the loss uses weights outside of `forward`, as a penalty does: there they are in "
+    "shards. Read them in a `with fabric.gathered(model):`, where they are whole."
 )
 _REENTRANT = (
     "Backward failed: {why}\nThe loss goes through `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. A "

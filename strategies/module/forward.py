@@ -56,6 +56,8 @@ class ForwardPath:
         self._on_mark = on_mark
         self.uncompilable = uncompilable
         self.running = False
+        self.num_calls = 0
+        """How many forwards have begun, with those of marked methods."""
         self._given: dict[str, Any] = {}
         self._replace("forward")
         object.__setattr__(module, "mark_forward_method", self)
@@ -122,6 +124,7 @@ class _Method:
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._path.running = True
+        self._path.num_calls += 1
         try:
             return self._around(function, args, kwargs)
         finally:
