@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, Protocol, TypeAlias, TypeGuard, final
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard, final
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,9 @@ class StateAccess(ABC):
     rank 0; on other ranks it may be empty, to save memory. `write_*` takes the same, whole and equal on every rank.
     """
 
+    hooks_read_parameters: ClassVar[bool] = False
+    """Whether our hooks read a parameter that is `Stored` when a submodule loads it, so that one at a time is whole."""
+
     @abstractmethod
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         """The state of a module that was set up, or of a submodule of it."""
@@ -116,7 +119,9 @@ class StateAccess(ABC):
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         """As `write_module`, from a state with a `Stored` for each tensor."""
-        self.write_module(module, mapped_module(content), strict=strict)
+        late = self.hooks_read_parameters and not converts(module)  # hooks of others may look at what is loaded
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False) if late}
+        self.write_module(module, mapped_module(content, but=parameters), strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
         """As `write_optimizer`, from a state with a `Stored` for each tensor."""

@@ -13,7 +13,6 @@ steps of prepared optimizers have plain tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
 from functools import partial
 from typing import Any, TypeAlias, cast, final
 
@@ -22,15 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.checkpoint.state import (
-    PLAIN,
-    KeepsNamesAndShapes,
-    StateAccess,
-    by_saved_index,
-    converts,
-    map_state,
-)
-from fabric.strategies.checkpoint.stored import in_memory, mapped_entry
+from fabric.strategies.checkpoint.state import PLAIN, KeepsNamesAndShapes, StateAccess, by_saved_index, map_state
+from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.tensors.nests import map_only_tensors
@@ -194,6 +186,8 @@ def _own_parameters(part: nn.Module) -> list[tuple[str, Any]]:
 class SlicedState(StateAccess):
     """Writes the shards of each rank. Unsharded tensors are gathered one by one, and rank 0 keeps them."""
 
+    hooks_read_parameters = True
+
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
 
@@ -214,14 +208,6 @@ class SlicedState(StateAccess):
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         PLAIN.write_module(module, content, strict=strict)
-
-    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
-        # Our hooks read a parameter when it is loaded; others may look at it before.
-        left = set() if converts(module) else {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        state = copy(content)
-        for name, value in content.items():
-            state[name] = value if name in left else mapped_entry(name, value)
-        self.write_module(module, state, strict=strict)
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._optimizer_state(optimizer, self._kept)

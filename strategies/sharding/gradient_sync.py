@@ -19,7 +19,7 @@ from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.sharding.first_gather import FirstGather
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.reductions import Reductions
-from fabric.strategies.tensors.dtensor import user_class
+from fabric.strategies.tensors.dtensor import local_part, user_class
 
 
 @final
@@ -36,6 +36,7 @@ class ShardedGradientSync(GradientSync):
         broadcast_buffers: bool,
     ) -> None:
         self.collective, self.module, self.unfilled, self.averaging = runtime.collective, module, unfilled, averaging
+        self.data = runtime.collective if averaging is None else averaging.data
         self.buffered = list(module.modules()) if broadcast_buffers and runtime.world.size > 1 else []
         units = fsdp_modules(module)
         self.additions = AddedParameters(module, by_name=bool(units))
@@ -82,11 +83,11 @@ class ShardedGradientSync(GradientSync):
             if self.averaging is not None or "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             raise RuntimeError(f"{error} {_NOT_GATHERED.format(model=user_class(self.module).__name__)}") from error
-        if self.buffered and self.synced and torch.is_grad_enabled():
-            if self.averaging is None:
-                broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
-            else:
-                self.averaging.broadcast_buffers()
+        if self.data is not None and self.synced and torch.is_grad_enabled():
+            buffers = buffers_of(self.buffered)
+            broadcast_from_rank_zero(
+                self.data, [each if type(each) is Tensor else local_part(each) for each in buffers]
+            )
         return output
 
 
