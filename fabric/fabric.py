@@ -33,6 +33,7 @@ from fabric.launchers.process.interpreter import close_files, run_exit_functions
 from fabric.launchers.world import World
 from fabric.loop.accumulation import Accumulation, Window
 from fabric.loop.backward import NO_MODEL, LossBackward
+from fabric.loop.gathered import gathered
 from fabric.loop.moving_average import MovingAverage
 from fabric.loop.seed import seed_everything
 from fabric.loop.setup import SetUp
@@ -42,7 +43,7 @@ from fabric.output.callbacks import call
 from fabric.output.loggers.logger import metric_writer
 from fabric.output.progress.iteration import progress
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful
+from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful, uncompiled
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, ReduceOp
@@ -518,6 +519,22 @@ class Fabric:
             raise ValueError(self.strategy.lacks["ema"])
         return MovingAverage(prepared, decay)
 
+    def gathered(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Context: the parameters of a prepared model, or of a submodule of it, are whole, also where the strategy has
+        them in shards. For what reads weights outside of forward, such as a penalty in the loss:
+
+            loss = criterion(model(x), y)
+            with fabric.gathered(model):
+                loss = loss + 0.01 * sum(weight.square().sum() for weight in model.parameters())
+            fabric.backward(loss)
+
+        There they are copies of the shards, through which gradients flow, averaged over the ranks as those of forward;
+        elsewhere the parameters themselves. Do not call the model within.
+        Ranks: all, with the same module. Memory: the copies, until backward if they are in the loss.
+        Raises: RuntimeError: a copy was changed in place, which would be lost.
+        """
+        return gathered(uncompiled(module), self._objects.state_access(uncompiled(module)))
+
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Context: forward and backward of `module` do not synchronise gradients. For gradient accumulation: run the
         last micro-batch outside of it, or with `enabled=False`."""
@@ -944,6 +961,9 @@ class Fabric:
         """How far the loop is, or was when the fabric was closed, for reports. Any thread calls it."""
         if self._set_up is not None and self._set_up.steps:
             self._progress = f"after {self.num_steps} step{'s' * (self.num_steps != 1)}"
+            if self._runtime is not None and self._runtime.forward_communicates:
+                models = list(self._set_up.models.values())
+                self._progress += f" and {sum(model.path.num_calls for model in models)} forwards"
         return self._progress
 
     def _forget(self) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
 from fabric.strategies.gradients.sync import GradientSync
+from fabric.strategies.module.forward import ForwardPath
 
 
 @final
@@ -37,6 +38,8 @@ class Prepared:
     """The module that `setup` returns."""
     optimizers: tuple[Optimizer, ...]
     """The optimizers that `setup` returns, in the order given."""
+    path: ForwardPath
+    """Its wrapped methods."""
     sync: GradientSync
     """What runs around forward and backward."""
     clip_norm: Callable[[Optimizer, float, float, bool], Tensor]

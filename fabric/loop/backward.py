@@ -68,9 +68,13 @@ class LossBackward:
                 counted, weight = (loss, check_weight(weight)) if factor else (loss * 0, 0.0 * check_weight(weight))
                 self._run_weighted(partial(backward, counted, *args, **kwargs), named, weight)
         except (AssertionError, RuntimeError) as error:
-            if isinstance(error, CollectiveError | torch.OutOfMemoryError) or not _is_checkpointed(loss):
+            if isinstance(error, CollectiveError | torch.OutOfMemoryError):
                 raise
-            raise RuntimeError(_REENTRANT.format(why=f"{type(error).__name__}: {error}")) from error
+            in_shards = any(words in str(error) for words in _OF_SHARDS)
+            if not in_shards and not _is_checkpointed(loss):
+                raise
+            why = f"{type(error).__name__}: {error}"
+            raise RuntimeError((_IN_SHARDS if in_shards else _REENTRANT).format(why=why)) from error
         finally:
             runtime.backward.is_running = False
         if runtime.loss_scaler is not None and is_synchronised:
@@ -142,6 +146,12 @@ _WEIGHT_OF_WHICH_MODEL = (
     "`fabric.backward(loss, weight=...)` with several models set up: a weight divides the gradients of the models that "
     "its loss goes through. Name them: `model=generator`, or `model=[encoder, decoder]` for a loss through both. "
     "Parameters outside of any module cannot be named: make them part of one, `self.temperature = nn.Parameter(...)`."
+)
+_OF_SHARDS = ("mixed torch.Tensor and DTensor", "returned an invalid gradient")
+"""Errors of torch for a loss that uses shards of DTensors, of DeepSpeed and of FairScale."""
+_IN_SHARDS = (
+    "Backward failed: {why}\nIf the loss uses weights outside of `forward`, as a penalty does: there they are in "
+    "shards. Read them in a `with fabric.gathered(model):`, where they are whole."
 )
 _REENTRANT = (
     "Backward failed: {why}\nThe loss goes through `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. A "

@@ -8,10 +8,10 @@ between shards and plain state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, Protocol, TypeAlias, TypeGuard, final
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard, final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.stored import in_memory, mapped_module
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
+from fabric.strategies.tensors.dtensor import gathered_weight
 from fabric.strategies.tensors.wrapped import is_wrapped, plain_state, plain_tensors
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -71,6 +72,9 @@ class StateAccess(ABC):
     rank 0; on other ranks it may be empty, to save memory. `write_*` takes the same, whole and equal on every rank.
     """
 
+    hooks_read_parameters: ClassVar[bool] = False
+    """Whether our hooks read a parameter that is `Stored` when a submodule loads it, so that one at a time is whole."""
+
     @abstractmethod
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         """The state of a module that was set up, or of a submodule of it."""
@@ -109,9 +113,15 @@ class StateAccess(ABC):
         """The number of parameters of each group in the whole state. Ranks: each on its own."""
         return [len(group["params"]) for group in optimizer.param_groups]
 
+    def gather(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of parameters in shards, whole on every rank, through which gradients flow; others as they are."""
+        return list(map(gathered_weight, parameters))
+
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         """As `write_module`, from a state with a `Stored` for each tensor."""
-        self.write_module(module, mapped_module(content), strict=strict)
+        late = self.hooks_read_parameters and not converts(module)  # hooks of others may look at what is loaded
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False) if late}
+        self.write_module(module, mapped_module(content, but=parameters), strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
         """As `write_optimizer`, from a state with a `Stored` for each tensor."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from copy import copy
 from typing import TYPE_CHECKING, Any, final
 
@@ -84,13 +84,14 @@ def in_memory(content: Any, *, mapped: bool = False) -> Any:
     return map_leaves(read, content, is_leaf=lambda leaf: isinstance(leaf, (Stored, Wrapped)))
 
 
-def mapped_module(content: Any) -> Any:
-    """The state of a module with its tensors mapped, for torch to copy from."""
+def mapped_module(content: Any, *, but: Collection[str] = ()) -> Any:
+    """The state of a module with its tensors mapped, for torch to copy from; `but`: names of entries that stay."""
     if not isinstance(content, dict):
         return in_memory(content, mapped=True)
     state = copy(content)
     for name, value in content.items():
-        state[name] = in_memory(value, mapped=not is_extra_state(name))  # which the module keeps
+        # What the module keeps is in memory.
+        state[name] = value if name in but else in_memory(value, mapped=not is_extra_state(name))
     return state
 
 

@@ -119,6 +119,11 @@ class Engine(GradientSync):
         return output
 
     def watch(self) -> Finish | None:
+        if self._in_backward:  # the last one raised, and left gradients of a part of the model
+            self.module.zero_grad()
+            self._reached.clear()
+            self._arrived.clear()
+            self.discard()
         self._take_placeholders()
         if self._arrived and not self._in_backward:
             raise RuntimeError(_PLAIN_BACKWARD.format(name=type(self.module).__name__))

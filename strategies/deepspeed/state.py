@@ -7,7 +7,7 @@ Weights are those of the optimizer, in float32 whatever dtype the model computes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import cache
 from typing import Any, cast, final
@@ -70,6 +70,18 @@ class ZeroState(StateAccess):
                     module.get_submodule(name.rpartition(".")[0]).set_extra_state(in_memory(content[name]))
             elif isinstance(own[name], Tensor):
                 self._write_tensor(name, own[name], in_memory(content[name], mapped=True))
+
+    def gather(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        if self.stage != 3:
+            return list(parameters)
+        with GatheredParameters(parameters):
+            copies = [parameter.clone() for parameter in parameters]
+        for parameter, copy in zip(parameters, copies, strict=True):
+            if copy.grad_fn is not None:
+                _gather_for_gradient(parameter, copy.grad_fn.next_functions[0][0])
+        return copies
 
     def _whole(self, tensor: Tensor) -> Tensor:
         from deepspeed.runtime.zero import GatheredParameters
@@ -266,6 +278,21 @@ def is_sharded(tensor: Tensor) -> bool:
     from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
     return bool(is_zero_param(tensor))
+
+
+def _gather_for_gradient(parameter: Tensor, accumulation: Any) -> None:
+    """Let autograd's node that accumulates the gradient of a parameter find it whole, also if its submodule does not
+    run then: torch takes the shape of the gradient from it."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    stack = ExitStack()
+
+    def gather(_: Any) -> None:
+        if parameter.shape != _shape_of(parameter):
+            stack.enter_context(GatheredParameters([parameter]))
+
+    accumulation.register_prehook(gather)
+    accumulation.register_hook(lambda *_: stack.close())
 
 
 @contextmanager

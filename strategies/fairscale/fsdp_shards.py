@@ -12,7 +12,7 @@ steps of prepared optimizers have plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, cast, final
 
@@ -111,6 +111,7 @@ def _is_sliced(name: str, value: Any, parameter: Any) -> bool:
 
 
 def _sliced_entry(name: str, value: Any, parameter: Any, collective: Collective) -> Any:
+    value = in_memory(value, mapped=True)
     if not isinstance(value, Tensor):
         return value
     if name not in _NUMBERS and value.shape == parameter._orig_size:
@@ -156,7 +157,7 @@ def _gather_renamed(collective: Collective, module: nn.Module, content: dict[str
 def _slice(collective: Collective, part: nn.Module, content: dict[str, Any], prefix: str, *others: Any) -> None:
     errors: list[str] = others[-1]
     for name, parameter in _own_parameters(part):
-        whole, shape = content.get(prefix + name), parameter._orig_size
+        whole, shape = in_memory(content.get(prefix + name), mapped=True), parameter._orig_size
         if not isinstance(whole, Tensor):
             continue
         if whole.shape == shape:
@@ -174,8 +175,19 @@ def _own_parameters(part: nn.Module) -> list[tuple[str, Any]]:
 class SlicedState(StateAccess):
     """Writes the shards of each rank. Unsharded tensors are gathered one by one, and rank 0 keeps them."""
 
+    hooks_read_parameters = True
+
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
+
+    def gather(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        copies = []
+        for parameter in parameters:
+            own = parameter.data
+            parameter.data = whole_of(self._collective, own, cast(Any, parameter)._orig_size)
+            copies.append(parameter.clone())  # while it is whole: FairScale's backward expects a whole gradient
+            parameter.data = own
+        return copies
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         return self._module_state(module, self._kept)
@@ -197,7 +209,7 @@ class SlicedState(StateAccess):
         PLAIN.write_optimizer(optimizer, _cut_state(self._collective, optimizer, content))
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
-        self.write_optimizer(optimizer, in_memory(content, mapped=True))  # of which this rank copies its shards
+        self.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": content["state"]})
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
         state = self._module_state(module, lambda own, shape: torch.empty(shape, device="meta"))

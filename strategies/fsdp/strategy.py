@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.fsdp.gradient_sync import FSDPGradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.copies import IN_SHARDS, Hook, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
@@ -39,6 +38,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.fully_sharded import conceal_output, expose_output, mark_gathering
+from fabric.strategies.sharding.gradient_sync import ShardedGradientSync
 from fabric.strategies.sharding.layout import refuse_cut
 from fabric.strategies.sharding.mesh import check_degrees
 from fabric.strategies.sharding.owners_state import sharded_state
@@ -151,7 +151,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             unfilled.finish(inner, runtime.device, runtime.collective)
             if unfilled.was_empty and runtime.world.size > 1:
                 broadcast_from_rank_zero(runtime.collective, inner.buffers())
-        sync = FSDPGradientSync(runtime, inner, unfilled, broadcast_buffers=self.broadcast_buffers)
+        sync = ShardedGradientSync(runtime, inner, unfilled, broadcast_buffers=self.broadcast_buffers)
         mark = partial(mark_gathering, inner)
         path = ForwardPath(inner, with_precision(runtime, sync.forward), mark)
         made = prepared(

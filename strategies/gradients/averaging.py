@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import HOST_DEVICES, Collective
 from fabric.strategies.gradients.clipping import DENSE, NONE, kind_of, refuse_sparse
-from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.layout import DATA_AXES, fsdp_modules, unaveraged
 from fabric.strategies.sharding.mesh import along, degree
@@ -45,7 +44,7 @@ class MeshAveraging:
         self.parameters = list(module.parameters())
         self.unaveraged = [(groups[axes], parameters) for axes, parameters in by_axes.items()]
         self.data = groups[data] if data else None
-        self.buffered = list(module.modules()) if data else []
+        """The ranks that hold the same part of the model, and read other data; None: there is no other."""
         self.sharded = fsdp_modules(module)
 
     def watch(self) -> Callable[[], None] | None:
@@ -57,11 +56,6 @@ class MeshAveraging:
         redistribute(self.parameters)
         for collective, parameters in self.unaveraged:
             average(collective, parameters)
-
-    def broadcast_buffers(self) -> None:
-        """Broadcast buffers from the first to all ranks that hold the same part of the model."""
-        if self.data is not None:
-            broadcast_from_rank_zero(self.data, [local_part(buffer) for buffer in buffers_of(self.buffered)])
 
     def set_synced(self, synced: bool) -> None:
         """See `GradientSync.set_synced`."""

@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.gradients.averaging import MeshAveraging
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.clipping import move_state
-from fabric.strategies.model_parallel.gradient_sync import ModelParallelGradientSync
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.setup import pipelined
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
@@ -45,6 +45,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.fully_sharded import expose_outputs, mark_gathering, reshard_roots
+from fabric.strategies.sharding.gradient_sync import ShardedGradientSync
 from fabric.strategies.sharding.layout import Parallelize, parallelize, refuse_cut
 from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, complete
 from fabric.strategies.sharding.owners_state import sharded_state
@@ -153,7 +154,8 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             result = self._parallelize(runtime, inner)
             initialize_meta_tensors(runtime, inner, unfilled)
         refuse_sparse_layers("model_parallel", inner, sharded=True)
-        sync = ModelParallelGradientSync(runtime, inner, unfilled, broadcast_buffers=self.broadcast_buffers)
+        averaging = MeshAveraging(runtime, inner)
+        sync = ShardedGradientSync(runtime, inner, unfilled, averaging, broadcast_buffers=self.broadcast_buffers)
         mark = partial(mark_gathering, inner)
         path = ForwardPath(inner, with_precision(runtime, sync.forward), mark)
         is_sharded = any(as_sharded(parameter) is not None for parameter in inner.parameters())

@@ -56,6 +56,8 @@ class ForwardPath:
         self._on_mark = on_mark
         self.uncompilable = uncompilable
         self.running = False
+        self.num_calls = 0
+        """How many forwards have begun, with those of marked methods."""
         self._given: dict[str, Any] = {}
         self._replace("forward")
         object.__setattr__(module, "mark_forward_method", self)
@@ -119,6 +121,7 @@ class _Method:
         if _compiler() is not None:
             return _paused(self._run_compiled, self._function, args, kwargs)
         self._path.running = True
+        self._path.num_calls += 1
         try:
             return self._around(self._function, args, kwargs)
         finally:
@@ -134,6 +137,7 @@ class _Method:
         if self._path.uncompilable is not None:
             raise RuntimeError(self._path.uncompilable)
         self._path.running = True
+        self._path.num_calls += 1
         try:
             return self._around(function, args, kwargs)
         finally:

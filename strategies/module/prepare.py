@@ -78,6 +78,7 @@ def prepared(
     return Prepared(
         module=module,
         optimizers=tuple(optimizers),
+        path=path,
         sync=sync,
         clip_norm=partial(clip_norm, scaler=scaler),
         clip_value=partial(clip_value, scaler=scaler),

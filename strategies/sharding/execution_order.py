@@ -44,7 +44,7 @@ class ExecutionOrder:
             notes = {part: Hook(partial(self._note, name)) for name, part in named.items()}
             self._hooks = [part.register_forward_pre_hook(note) for part, note in notes.items()]
             # Before all other hooks, because a backend's hooks may communicate.
-            self._hooks.append(module.register_forward_pre_hook(Hook(self._enter), prepend=True))
+            self._hooks.append(module.register_forward_pre_hook(Hook(self._finish), prepend=True))
 
     def around(self, inner: Around) -> Around:
         """`inner` with the comparison around it. Ranks: all run the result; if orders differ, all raise RuntimeError:
@@ -85,11 +85,7 @@ class ExecutionOrder:
         self._compare = start_comparing(self._runtime, list(self._ran), self._sentence)
 
     @disable_dynamo
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self._finish()
-
-    @disable_dynamo
-    def _finish(self) -> None:
+    def _finish(self, *_: Any) -> None:
         compare, self._compare = self._compare, None
         if compare is not None:
             compare()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.gradients.sync import Finish
@@ -53,6 +54,8 @@ class Reductions:
         self._zeros = [send for unit in units if (send := getattr(unit, "set_reduce_scatter_unused_params", None))]
         self._unhooked = list(self._params)
         self._hooks: list[RemovableHandle] = []
+        self._nodes: list[Node] = []
+        """Those that accumulate the gradients of shards, which autograd drops while nobody holds them."""
         self._used: list[Tensor] = []
         """The gathered copies that got gradients which are not reduced yet."""
         self._answers: Callable[[], object] = int
@@ -101,6 +104,9 @@ class Reductions:
         if copy is None or not copy.requires_grad:
             return False
         self._hooks.append(copy.register_post_accumulate_grad_hook(self._used.append))
+        if each.sharded_param.requires_grad:  # a gradient from outside of forward, such as a penalty's, is a use too
+            self._nodes.append(get_gradient_edge(each.sharded_param).node)
+            self._hooks.append(self._nodes[-1].register_prehook(lambda _: self._used.append(copy)))
         return True
 
     def _finish(self, before: list[Tensor | None], num_kept: int) -> None:

@@ -60,16 +60,35 @@ def on_mesh(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return tensor if tensor.device.type == mesh.device_type else tensor.to(mesh.device_type)
 
 
-def put_together(sharded: DTensor) -> Tensor:
-    """`full_tensor()`, one axis of the mesh at a time: for all at once torch logs a warning on every rank (2.13)."""
-    from torch.distributed.tensor import Replicate
+def gathered_weight(parameter: Tensor) -> Tensor:
+    """A whole copy of a parameter in shards, whose gradient is averaged over the ranks of its mesh; a plain one itself.
+
+    Ranks: all that hold a shard of it, in backward, too.
+    """
+    sharded = as_sharded(parameter)
+    if sharded is None:
+        return parameter
+    mesh = sharded.device_mesh
+    copy = put_together(cast("DTensor", on_mesh(sharded, mesh)), sums_gradients=True)
+    if copy.requires_grad:  # equal along an axis of tensor parallelism, where the mean of all is that of each
+        copy.register_hook(lambda gradient: gradient / mesh.size())  # type: ignore[no-untyped-call]
+    return copy
+
+
+def put_together(sharded: DTensor, *, sums_gradients: bool = False) -> Tensor:
+    """`full_tensor()`, one axis of the mesh at a time: for all at once torch logs a warning on every rank (2.13).
+
+    `sums_gradients`: over the ranks of the mesh; otherwise each rank's shard gets its part of this rank's gradient.
+    """
+    from torch.distributed.tensor import Partial, Replicate
 
     placements = list(sharded.placements)
     # The last sharding is undone first: strided shards, for which `is_shard()` is False, and then the later axes.
     for axis in sorted(range(len(placements)), key=lambda axis: (placements[axis].is_shard(), -axis)):
         placements[axis] = Replicate()
         sharded = sharded.redistribute(placements=placements)
-    together: Tensor = sharded.to_local()
+    gradients = [Partial() if sums_gradients else Replicate() for _ in placements]
+    together: Tensor = sharded.to_local(grad_placements=gradients)
     return together
 
 

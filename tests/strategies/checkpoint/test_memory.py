@@ -48,8 +48,9 @@ def test_ranks_with_shards_copy_nothing_unsharded_when_they_save_and_load(
             assert peaks["saving"] < few_tensors, (strategy, rank, peaks)
             assert peaks["in the background"] < shards + few_tensors, (strategy, rank, peaks)  # the staging memory
             assert peaks["once more"] < few_tensors, (strategy, rank, peaks)
-            assert peaks["loading"] < few_tensors, (strategy, rank, peaks)
-            assert peaks["loading before a step"] < 64 + few_tensors, (strategy, rank, peaks)  # the optimizer's shards
+            # The optimizer gets new tensors: 64 MB of shards, beside those that it has until it has all.
+            assert peaks["loading"] < 64 + few_tensors, (strategy, rank, peaks)
+            assert peaks["loading before a step"] < 64 + few_tensors, (strategy, rank, peaks)
             assert peaks["in memory"] < (192 if rank == 0 else 0) + few_tensors, (strategy, rank, peaks)
             assert rank > 0 or peaks["in memory"] > 180, (strategy, peaks)
             assert peaks["in the background"] > 80, (strategy, rank, peaks)

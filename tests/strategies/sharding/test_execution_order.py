@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from devices import ACCELERATOR
@@ -11,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD
 
 from fabric import Fabric
+from fabric.launchers import WorkerError
 from fabric.strategies import (
     DeepSpeedStrategy,
     FairScaleFSDPStrategy,
@@ -126,3 +129,38 @@ def test_ranks_that_run_submodules_in_different_orders_raise(name: str, moment: 
     assert losses == pytest.approx(plain(), rel=1e-5)
     assert "Experts` in different orders. A submodule's parameters are all-gathered when it runs" in message
     assert message.endswith("Number 0 is 'one' on rank 0, and 'two' on rank 1.")
+
+
+def generate_apart(fabric: Fabric, meets: bool) -> None:
+    """A step, and then more forwards on rank 1 than on rank 0; `meets`: before a call of both."""
+    net = Experts()
+    model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(2, 8, device=fabric.device), FORTH))
+    optimizer.step()
+    with torch.no_grad():
+        for _ in range(3 + 2 * fabric.global_rank):
+            model(torch.ones(1, 8, device=fabric.device), FORTH)
+    if meets:
+        fabric.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_ranks_that_run_different_numbers_of_forwards_are_reported_with_both(name: str) -> None:
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=STRATEGIES[name], sanitize="always")
+    with pytest.raises(WorkerError) as caught:
+        fabric.launch(generate_apart, True)
+    message = str(caught.value)
+    assert re.search(r"rank 0: barrier, at .* in generate_apart, after 1 step and 4 forwards", message)
+    assert re.search(r"rank 1: all_gather.*, at .*, after 1 step and 5 forwards", message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed_stage_3"])
+def test_a_rank_that_leaves_before_the_forwards_of_another_is_reported_with_its_own(name: str) -> None:
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=STRATEGIES[name], sanitize=False)
+    with pytest.raises(WorkerError) as caught:
+        fabric.launch(generate_apart, False)
+    message = str(caught.value)
+    assert re.search(r"rank 1 of 2, .*, after 1 step and 5 forwards: ", message)
+    assert "rank 0 of 2 failed first: its function returned after 1 step and 4 forwards while other ranks" in message

@@ -1,5 +1,5 @@
-"""Forward and backward of one sharded model: `fully_shard` communicates, and this class checks what `fully_shard` does
-not."""
+"""Forward and backward of one model in shards: `fully_shard` and tensor parallelism communicate, and this class checks
+and averages what they do not."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
+from fabric.strategies.gradients.averaging import MeshAveraging
 from fabric.strategies.gradients.sync import INPUTS_OF_SHARDS, Finish, GradientSync, all_of
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import AddedParameters
@@ -18,21 +19,28 @@ from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.sharding.first_gather import FirstGather
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.reductions import Reductions
-from fabric.strategies.tensors.dtensor import user_class
+from fabric.strategies.tensors.dtensor import local_part, user_class
 
 
 @final
-class FSDPGradientSync(GradientSync):
-    """One sharded model."""
+class ShardedGradientSync(GradientSync):
+    """One model. `averaging`: of the gradients that no unit reduces; None: the root is a unit, and reduces all."""
 
-    averages_before_hooks = True
-    refuses = INPUTS_OF_SHARDS
-
-    def __init__(self, runtime: Runtime, module: nn.Module, unfilled: Unfilled, *, broadcast_buffers: bool) -> None:
-        self.collective, self.module, self.unfilled = runtime.collective, module, unfilled
+    def __init__(
+        self,
+        runtime: Runtime,
+        module: nn.Module,
+        unfilled: Unfilled,
+        averaging: MeshAveraging | None = None,
+        *,
+        broadcast_buffers: bool,
+    ) -> None:
+        self.collective, self.module, self.unfilled, self.averaging = runtime.collective, module, unfilled, averaging
+        self.data = runtime.collective if averaging is None else averaging.data
         self.buffered = list(module.modules()) if broadcast_buffers and runtime.world.size > 1 else []
-        self.additions = AddedParameters(module, by_name=True)
         units = fsdp_modules(module)
+        self.refuses = INPUTS_OF_SHARDS if units else {}
+        self.additions = AddedParameters(module, by_name=bool(units))
         self.first_gather = FirstGather(units)
         self.order = ExecutionOrder(runtime, module, units)
         self.reductions = Reductions(runtime, module, units)
@@ -42,12 +50,20 @@ class FSDPGradientSync(GradientSync):
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._ordered(function, args, kwargs)
 
+    @property
+    def averages_before_hooks(self) -> bool:
+        return self.averaging is None or not self.averaging.unaveraged
+
     def set_synced(self, synced: bool) -> None:
         self.synced = synced
-        cast(Any, self.module).set_requires_gradient_sync(synced)
+        if self.averaging is None:
+            cast(Any, self.module).set_requires_gradient_sync(synced)
+        else:
+            self.averaging.set_synced(synced)
 
     def watch(self) -> Finish | None:
-        return all_of(self.order.watch(), self.reductions.watch(synced=self.synced))
+        average = None if self.averaging is None else self.averaging.watch()
+        return all_of(self.order.watch(), self.reductions.watch(synced=self.synced), average)
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.parameters
@@ -65,11 +81,14 @@ class FSDPGradientSync(GradientSync):
         try:
             output = function(*args, **kwargs)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
+            if self.averaging is not None or "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             raise RuntimeError(f"{error} {_NOT_GATHERED.format(model=user_class(self.module).__name__)}") from error
-        if self.synced and torch.is_grad_enabled():
-            broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
+        if self.data is not None and self.synced and torch.is_grad_enabled():
+            buffers = buffers_of(self.buffered)
+            broadcast_from_rank_zero(
+                self.data, [each if type(each) is Tensor else local_part(each) for each in buffers]
+            )
         return output
 
 

@@ -1,0 +1,165 @@
+"""Weights that are read outside of forward, as by a penalty: the numbers of one process, under every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from devices import ACCELERATOR
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW
+
+from fabric import Fabric
+from fabric.strategies import FSDPStrategy, ManualContext, ManualStrategy, ModelParallelStrategy, Parallelized, Strategy
+
+
+class Net(nn.Module):
+    """Two blocks, a tied weight, and a parameter that no forward uses."""
+
+    def __init__(self, has_spare: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.down = nn.Linear(8, 4, bias=False)
+        self.back = nn.Linear(8, 4, bias=False)
+        self.back.weight = self.down.weight
+        if has_spare:
+            self.spare = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.down(x) + self.back(x)
+
+
+def shard(model: Any, mesh: Any) -> None:
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh["shard"])
+
+
+def shard_by_hand(model: Any, context: ManualContext) -> Parallelized:
+    model.to(context.device)
+    for parameter in model.parameters():
+        torch.distributed.broadcast(parameter.data, 0)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=context.mesh)
+    return Parallelized(module=model)
+
+
+STRATEGIES: dict[str, tuple[str | Strategy, int]] = {
+    "ddp": ("ddp", 2),
+    "fsdp": (FSDPStrategy(auto_wrap_policy={nn.Sequential}), 2),
+    "hsdp": (FSDPStrategy(auto_wrap_policy={nn.Sequential}, device_mesh=(2, 2)), 4),
+    "not resharded": (FSDPStrategy(auto_wrap_policy={nn.Sequential}, reshard_after_forward=None), 2),
+    "model_parallel": (ModelParallelStrategy(parallelize_fn=shard, shard=2), 2),
+    "manual": (ManualStrategy(parallelize=shard_by_hand), 2),
+    "ddp_sharded": ("ddp_sharded", 2),
+    "ddp_fully_sharded": ("ddp_fully_sharded", 2),
+    "deepspeed_stage_2": ("deepspeed_stage_2", 2),
+    "deepspeed_stage_3": ("deepspeed_stage_3", 2),
+}
+IN_SHARDS = [name for name in STRATEGIES if name not in ("ddp", "ddp_sharded", "deepspeed_stage_2", "not resharded")]
+WITH_SPARE = ("fsdp", "hsdp", "not resharded", "model_parallel", "manual")
+"""Others refuse a parameter that no forward uses, or have another strategy for it."""
+
+
+def squares(model: nn.Module) -> Tensor:
+    return torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+
+
+def off_one(model: nn.Module) -> Tensor:
+    return torch.stack([(parameter - torch.ones_like(parameter)).norm() for parameter in model.parameters()]).sum()
+
+
+def off_orthogonal(model: nn.Module) -> Tensor:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    return torch.stack([(each.T @ each - torch.eye(each.shape[1])).square().sum() for each in matrices]).sum()
+
+
+def train(
+    model: Any,
+    optimizer: Any,
+    batch: Callable[[int], Tensor],
+    scale: float,
+    backward: Any,
+    gathered: Any,
+    unsynced: Any,
+) -> None:
+    """A penalty after the forward, before it, of a submodule, and in a window of two micro-batches."""
+    for step in range(4):
+        optimizer.zero_grad()
+        if step == 1:
+            with gathered(model):
+                penalty = squares(model)
+            loss = model(batch(step)).square().mean() + 0.1 * penalty
+        else:
+            if step == 2:
+                with unsynced(model):
+                    backward(model(batch(10)).square().mean())
+            loss = model(batch(step)).square().mean()
+            read = model.blocks[1] if step == 3 else model
+            with gathered(read):
+                loss = loss + 0.1 * scale * (off_orthogonal(read) if step == 3 else off_one(read))
+        backward(loss)
+        optimizer.step()
+
+
+def batch_of(rank: int, size: int) -> Callable[[int], Tensor]:
+    return lambda step: torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
+
+
+def error_of_training(fabric: Fabric, has_spare: bool) -> float:
+    """The largest difference from one process; the penalty's factor differs between the ranks."""
+    torch.manual_seed(0)
+    model, plain = Net(has_spare), Net(has_spare)
+    plain.load_state_dict(model.state_dict())
+    size = fabric.world_size
+    theirs = AdamW(plain.parameters(), lr=0.05)
+    train(plain, theirs, batch_of(0, 1), (size + 1) / 2, Tensor.backward, nullcontext, nullcontext)
+    model, optimizer = fabric.setup(model, AdamW(model.parameters(), lr=0.05))
+    mine = batch_of(fabric.global_rank, size)
+    train(model, optimizer, mine, fabric.global_rank + 1, fabric.backward, fabric.gathered, fabric.no_backward_sync)
+    with torch.no_grad(), fabric.gathered(model):
+        pairs = zip(model.named_parameters(), plain.named_parameters(), strict=True)
+        return max(float((ours - other).abs().max()) for (_, ours), (_, other) in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [each if each != "hsdp" else pytest.param(each, marks=pytest.mark.thorough) for each in STRATEGIES]
+)
+def test_penalties_of_weights_train_as_in_one_process(name: str) -> None:
+    strategy, size = STRATEGIES[name]
+    fabric = Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy)
+    assert fabric.launch(error_of_training, name in WITH_SPARE) < 1e-5
+
+
+def messages_in_shards(fabric: Fabric) -> list[str]:
+    """What is raised for a weight that is changed within the context, and for a penalty without it."""
+    messages = []
+    model = Net(False)
+    model, _ = fabric.setup(model, AdamW(model.parameters(), lr=0.05))
+    with pytest.raises(RuntimeError) as caught, torch.no_grad(), fabric.gathered(model):
+        model.down.weight.clamp_(-1, 1)
+    messages.append(str(caught.value))
+    loss = model(batch_of(0, 1)(0)).square().mean() + 0.1 * sum(each.square().sum() for each in model.parameters())
+    with pytest.raises(RuntimeError) as caught:
+        fabric.backward(loss)
+    messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in IN_SHARDS if name != "hsdp"])
+def test_what_reads_or_changes_shards_is_told_so(name: str) -> None:
+    strategy, size = STRATEGIES[name]
+    changed, read = Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy).launch(messages_in_shards)
+    assert changed.startswith("A parameter of `")
+    assert "was changed within `fabric.gathered`, where it is a copy" in changed
+    assert read.startswith("Backward failed: RuntimeError: ")
+    assert read.endswith("Read them in a `with fabric.gathered(model):`, where they are whole.")
