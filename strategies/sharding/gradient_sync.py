@@ -86,9 +86,7 @@ class ShardedGradientSync(GradientSync):
             raise RuntimeError(f"{error} {_NOT_GATHERED.format(model=user_class(self.module).__name__)}") from error
         if self.data is not None and self.synced and torch.is_grad_enabled():
             buffers = buffers_of(self.buffered)
-            broadcast_from_rank_zero(
-                self.data, [each if type(each) is Tensor else local_part(each) for each in buffers]
-            )
+            broadcast_from_rank_zero(self.data, buffers if self.averaging is None else map(local_part, buffers))
         return output
 
 
