@@ -65,9 +65,9 @@ class DDPGradientSync(GradientSync):
                 self.parallel.require_backward_grad_sync = self.synced
             # Not `self.parallel(...)`: it has no hooks, and a module's `__call__` takes 1 us to look for them.
             if self.needs_all:
-                output = self.parallel.forward(function, args, kwargs)
+                output = self.parallel.forward(function, args, kwargs)  # type: ignore[no-untyped-call]
             else:  # torch searches the outputs for the parameters behind them
-                searched = self.parallel.forward(
+                searched = self.parallel.forward(  # type: ignore[no-untyped-call]
                     lambda *args, **kwargs: expose(function(*args, **kwargs)), args, kwargs
                 )
                 output = conceal(searched)
