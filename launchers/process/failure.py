@@ -83,7 +83,7 @@ def describe(failures: Sequence[Failure], size: int, left: Sequence[Failure] = (
         if other is not root:
             apart_ms = (other.at_ns - root.at_ns) / 1e6
             when = f"{abs(apart_ms):.0f} ms {'later' if apart_ms >= 0 else 'earlier'}"
-            where = f", at {other.where}" if other.where else ""
+            where = f", {other.where}" if other.where else ""
             lines.append(f"rank {other.rank} of {size}, {when}{where}: {_one_line(other.summary)}")
     summary = _one_line(root.summary) if root.traceback else root.summary
     what = f"failed first{root.host and f', on {root.host}'}"

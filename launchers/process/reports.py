@@ -170,12 +170,13 @@ def read_reports(received: bytearray) -> Iterator[object]:
 
 def failure_of(rank: int, at_ns: int, error: BaseException, progress: str) -> Failure:
     """The failure of a rank by an exception. `progress`: how far its loop was."""
+    line = users_line(_frames(error))
     return Failure(
         rank=rank,
         at_ns=at_ns,
         summary="".join(traceback.format_exception_only(type(error), error)).strip(),
         traceback=users_traceback(error),
-        where=", ".join(filter(None, [users_line(_frames(error)), progress])),
+        where=", ".join(filter(None, [line and f"at {line}", progress])),
         exception=_pickled(error),
         lost_peer=_is_lost_peer(error),
         exit_code=1,

@@ -223,7 +223,7 @@ def left(rank: int, at_ms: float) -> Failure:
 
 def test_a_rank_that_left_is_the_cause_if_a_collective_lost_its_peer() -> None:
     noticed = failure_of(0, 7, lost_peer=True, trace="its place: [gloo/transport/tcp/pair.cc:553] closed")
-    noticed = replace(noticed, where="fabric.backward, train.py:9 in main, after 6 steps")
+    noticed = replace(noticed, where="at fabric.backward, train.py:9 in main, after 6 steps")
     assert describe([noticed], 2, [left(1, 3)]) == (
         "rank 0 of 2, 4 ms later, at fabric.backward, train.py:9 in main, after 6 steps: RuntimeError: Connection "
         "closed by peer\n"
