@@ -59,7 +59,7 @@ class Failure:
     traceback: str = ""
     """The user's frames, without those of fabric."""
     where: str = ""
-    """The user's line that raised, and how far its loop was: `train.py:12 in main, after 6 steps`."""
+    """The user's line that raised, and how far its loop was: `at train.py:12 in main, after 6 steps`."""
     exception: bytes | None = None
     """The exception; None if it cannot be pickled and unpickled."""
     lost_peer: bool = False
