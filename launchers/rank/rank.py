@@ -174,8 +174,13 @@ def _exit_code(leaving: SystemExit) -> int:
 def _share_cores(value: str) -> None:
     """If torch is loaded already, it has read an earlier value of OMP_NUM_THREADS. A number that the program set stays.
 
+    It is set in any case: after a fork, the first thread that does so makes torch's pool anew, and if that is left to
+    the threads of autograd, two of them do it at once and abort (`Invalid thread pool!`, ATen/ParallelOpenMP.cpp).
+
     `value`: the variable, which may list one number for each level of nesting. OpenMP ignores what is no number.
     """
-    num_threads = value.partition(",")[0].strip()
-    if "torch" in sys.modules and not has_own_num_threads() and num_threads.isdecimal() and int(num_threads) > 0:
-        sys.modules["torch"].set_num_threads(int(num_threads))
+    torch, shared = sys.modules.get("torch"), value.partition(",")[0].strip()
+    if torch is not None and has_own_num_threads():
+        torch.set_num_threads(torch.get_num_threads())
+    elif torch is not None and shared.isdecimal() and int(shared) > 0:
+        torch.set_num_threads(int(shared))

@@ -44,7 +44,7 @@ def found(output: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("before", "forks"),
+    ("before", "can_fork"),
     [
         ("pass", True),
         ("torch.cuda.device_count(), torch.accelerator.device_count()", True),
@@ -61,12 +61,17 @@ def found(output: str) -> dict[str, list[int]]:
     ],
 )
 def test_what_a_program_does_before_launch_costs_it_no_more_than_the_fork(
-    before: str, forks: bool, tmp_path: Path
+    before: str, can_fork: bool, tmp_path: Path
 ) -> None:
-    fabric = "fabric = Fabric(accelerator='cuda', devices=2)"
-    done = run(launching(tmp_path, f"{fabric}\n{before}\nprint(fabric.launch(work))"))
-    assert found(done.stdout)["index"] == [0, 1], done.stderr
-    assert found(done.stdout)["forked"] == [int(forks)] * 2
+    fabric = f"fabric = Fabric(accelerator='cuda', devices=2)\n{before}"
+    done = run(launching(tmp_path, f"{fabric}\nprint(fabric.launch(work))"))
+    assert found(done.stdout) == {"index": [0, 1], "physical": [0, 1], "forked": [0, 0]}, done.stderr
+    fork = "fabric = Fabric(accelerator='cuda', devices=2, launcher='fork')"
+    done = run(launching(tmp_path, f"{fork}\n{before}\nprint(fabric.launch(work))"))
+    if can_fork:
+        assert found(done.stdout) == {"index": [0, 1], "physical": [0, 1], "forked": [1, 1]}, done.stderr
+    else:
+        assert "`launcher='fork'`: a forked process cannot use cuda" in done.stderr
 
 
 def test_launch_without_a_function_runs_the_script_again_where_a_fork_could_not_use_the_devices(
@@ -89,7 +94,7 @@ def test_code_without_a_file_that_could_not_fork_is_refused_with_what_to_write()
     lines = "import torch; from fabric import Fabric; torch.cuda.is_available()"
     done = run(["-c", f"{lines}; Fabric(accelerator='cuda', devices=2).launch()"])
     assert "`launch()` in `python -c` cannot fork: a forked process cannot use cuda" in done.stderr
-    assert "pass a function that a module file defines" in done.stderr
+    assert "or pass what the ranks run: `launch(function)`" in done.stderr
 
 
 @pytest.mark.parametrize("launcher", ["fork", "forkserver", "spawn", "script"])
@@ -135,7 +140,7 @@ def test_devices_may_be_named_by_their_identity(tmp_path: Path) -> None:
 
 def test_a_list_of_devices_gives_each_rank_its_own(tmp_path: Path) -> None:
     done = run(launching(tmp_path, "print(Fabric(accelerator='cuda', devices=[1, 3]).launch(work))"))
-    assert found(done.stdout) == {"index": [1, 3], "physical": [1, 3], "forked": [1, 1]}, done.stderr
+    assert found(done.stdout) == {"index": [1, 3], "physical": [1, 3], "forked": [0, 0]}, done.stderr
 
 
 @pytest.mark.parametrize(
