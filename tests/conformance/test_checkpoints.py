@@ -71,6 +71,12 @@ def launch(name: str, size: int, function: Callable[..., None], *args: object) -
     Fabric(accelerator=ACCELERATOR, strategy=MAKE[name](size), devices=size).launch(function, *args)
 
 
+def check_parts(folder: Path, name: str, size: int) -> None:
+    """Each rank has written a part. The last of four may have none: of 5, 6 or 9 rows, as the drawn weights may have."""
+    num_parts = len(list(folder.glob("*.bin")))
+    assert num_parts in (size, size - (size == 4)), f"under {name} {num_parts} of {size} ranks have written a part"
+
+
 @pytest.fixture(scope="module")
 def seed() -> int:
     return random.randrange(2**31)
@@ -85,7 +91,7 @@ def test_a_checkpoint_of_any_strategy_resumes_under_another_and_with_another_num
     print(f"seed {seed}")
     for name, size in SAVED_BY.items():
         launch(name, size, save, str(tmp_path / name), seed)
-        assert len(list((tmp_path / name).glob("*.bin"))) == size, f"under {name} not every rank has written a part"
+        check_parts(tmp_path / name, name, size)
         (exported,) = consolidate(tmp_path / name, tmp_path / f"{name}.safetensors")
         expected = read_checkpoint(tmp_path / name, ["model"])["model"]
         model = safetensors.torch.load_file(exported)
@@ -104,7 +110,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, seed: int) -> list[str]:
     for name, size in ALL:
         paths.append(str(folder / f"{name}-{size}"))
         launch(name, size, save, paths[-1], seed)
-        assert len(list(Path(paths[-1]).glob("*.bin"))) == size, f"under {name} not every rank has written a part"
+        check_parts(Path(paths[-1]), name, size)
     return paths
 
 
