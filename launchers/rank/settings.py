@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
@@ -49,11 +50,13 @@ def has_own_num_threads() -> bool:
 def read_settings() -> dict[str, Any]:
     """What is set in this process, by the function or the attribute that sets it."""
     found: dict[str, Any] = {}
-    for name in (*FUNCTIONS, *FLAGS):
-        module = sys.modules.get(name.partition(":")[0])
-        if module is not None and (module.__name__ not in OF_DEVICES or module.is_initialized()):
-            with contextlib.suppress(RuntimeError):  # torch names no matmul precision that flags have set
-                found[name] = resolve_name(name) if name in FLAGS else resolve_name(FUNCTIONS[name])()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.9 warns where both of its names of one precision are read
+        for name in (*FUNCTIONS, *FLAGS):
+            module = sys.modules.get(name.partition(":")[0])
+            if module is not None and (module.__name__ not in OF_DEVICES or module.is_initialized()):
+                with contextlib.suppress(RuntimeError):  # torch names no matmul precision that flags have set
+                    found[name] = resolve_name(name) if name in FLAGS else resolve_name(FUNCTIONS[name])()
     if not has_own_num_threads():
         found.pop("torch:set_num_threads", None)
     device = found.pop("torch:set_default_device", None)

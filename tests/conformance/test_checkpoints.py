@@ -72,7 +72,7 @@ def launch(name: str, size: int, function: Callable[..., None], *args: object) -
 
 
 def check_parts(folder: Path, name: str, size: int) -> None:
-    """Each rank has written a part. The last of four may have none: of 5, 6 or 9 rows, as the drawn weights may have."""
+    """Each rank has written a part. The last of four may have none: of 5, 6 or 9 rows, as drawn weights have."""
     num_parts = len(list(folder.glob("*.bin")))
     assert num_parts in (size, size - (size == 4)), f"under {name} {num_parts} of {size} ranks have written a part"
 
