@@ -133,7 +133,8 @@ class FairScaleFSDPGradientSync(GradientSync):
         try:
             wrapper(run)
         except BaseException:
-            if self.num_running == 1:  # FairScale would leave parameters gathered
+            # FairScale would leave parameters gathered. In backward, activation checkpointing ends its forward so.
+            if self.num_running == 1 and current_graph_task_id() == -1:
                 self._drop_stale()
             raise
         finally:
