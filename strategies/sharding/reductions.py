@@ -55,7 +55,7 @@ class Reductions:
         self._unhooked = list(self._params)
         self._hooks: list[RemovableHandle] = []
         self._nodes: list[Node] = []
-        """Those that accumulate the gradients of shards, which autograd drops while nobody holds them."""
+        """Those that accumulate the gradients of shards, which autograd drops unless they are kept."""
         self._used: list[Tensor] = []
         """The gathered copies that got gradients which are not reduced yet."""
         self._answers: Callable[[], object] = int
