@@ -87,7 +87,7 @@ class DDPStrategy(ProcessGroupStrategy):
         if self.comm_hook is None:
             return None
         backend = self.backend or target.accelerator.backend
-        return why_not(self.comm_hook, backend, target.size)
+        return why_not(self.comm_hook, backend)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         if runtime.device.type == "cpu" and get_debug_level() == DebugLevel.DETAIL:

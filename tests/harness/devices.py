@@ -24,3 +24,8 @@ def use_device(index: int) -> None:
 def only_on_cpu(reason: str) -> pytest.MarkDecorator:
     """For a test of what is so on the CPU alone, in a file that runs on both."""
     return pytest.mark.skipif(ACCELERATOR != "cpu", reason=reason)
+
+
+def only_on_accelerators(reason: str) -> pytest.MarkDecorator:
+    """For a test of what the CPU cannot do, in a file that runs on both: `make test-device` runs it."""
+    return pytest.mark.skipif(ACCELERATOR == "cpu", reason=reason)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from devices import ACCELERATOR, only_on_cpu
+from devices import ACCELERATOR, only_on_accelerators, only_on_cpu
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.optim import SGD
@@ -94,6 +94,7 @@ def test_a_hook_of_the_users_and_one_of_torch_decide_what_gradients_are() -> Non
 
 
 @pytest.mark.slow
+@only_on_accelerators("PowerSGD is refused over gloo")
 def test_power_sgd_sends_whole_gradients_first_and_factors_of_low_rank_then() -> None:
     hook = PowerSGD(matrix_approximation_rank=1, start_step=2, min_compression_rate=1.0)
     came, means = ranks(1, comm_hook=hook).launch(with_options) or ([], [])
@@ -109,8 +110,9 @@ def test_power_sgd_sends_whole_gradients_first_and_factors_of_low_rank_then() ->
 def test_an_unsupported_comm_hook_raises_in_the_constructor() -> None:
     with pytest.raises(ValueError, match=r"`comm_hook='int8'` names no hook\. Write 'bf16' or 'fp16'"):
         DDPStrategy(comm_hook="int8")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"over gloo ends the process.*Run on CUDA"):
-        ranks(comm_hook=PowerSGD())
+    for size in (1, 2):
+        with pytest.raises(ValueError, match=r"over gloo ends the process.*Run on CUDA"):
+            ranks(size, comm_hook=PowerSGD())
     assert (
         DDPStrategy(comm_hook=PowerSGD(), backend="nccl").refuse(Target(accelerator=CPUAccelerator(), num_devices=2))
         is None
