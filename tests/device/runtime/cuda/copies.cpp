@@ -88,12 +88,10 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t handle) 
     char* here = static_cast<char*>(to_device ? const_cast<void*>(from) : to);
     if (pinned(here)) {
         const char *there = static_cast<const char*>(to_device ? to : from), *source = host(from);
-        {
-            std::lock_guard<std::mutex> lock(clock_mutex());
-            unfinished().push_back({stream, tick(stream), !to_device, here, there, {source, source + bytes}});
-        }
+        std::lock_guard<std::mutex> lock(clock_mutex());
+        unfinished().push_back({stream, tick(stream), !to_device, here, there, {source, source + bytes}});
         if (to_device) memcpy(host(to), from, bytes);
-        if (from_device) memset(to, kPattern, bytes);
+        if (from_device) memset(to, kPattern, bytes);  // before another thread, which waits, can finish the copy
         return cudaSuccess;
     }
     pretended_tell(to_device ? "copy from pageable memory" : "copy to pageable memory",
