@@ -120,7 +120,7 @@ class _Method:
             return outside_of_graphs(self._run_compiled, self._function, args, kwargs)
         if _compiler() is not None:
             return _paused(self._run_compiled, self._function, args, kwargs)
-        self._path.running = True
+        self._path.running = True  # as `_run_compiled`, without the call: this is in every step
         self._path.num_calls += 1
         try:
             return self._around(self._function, args, kwargs)
