@@ -55,6 +55,8 @@ STAGE_3: Names = {
     "deepspeed.runtime.zero.partition_parameters:Init": {
         "ds_tensor ds_shape partition_numel": "the shard of a parameter, and its unsharded shape",
         "_post_init_method": "parameters are compared over the ranks before they are sharded",
+        "_partition_param": "parameters in shards have their shape until `setup`",
+        "convert_to_zero_parameters": "copies of parameters in shards",
     },
     "deepspeed.runtime.zero.partition_parameters": {"is_zero_param": "whether a parameter is sharded"},
 }

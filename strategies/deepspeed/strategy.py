@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.optim import Adagrad, Optimizer
 from torch.optim.swa_utils import AveragedModel
-from torch.overrides import TorchFunctionMode
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
@@ -30,6 +29,7 @@ from fabric.strategies.deepspeed.config import (
     read_config,
 )
 from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, copy_of, gathered_parts, is_trained
+from fabric.strategies.deepspeed.init_module import hide_shapes, in_shards
 from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
 from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
@@ -38,10 +38,8 @@ from fabric.strategies.gradients.sync import LocalGradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.copies import own_hooks, refuse_copies
 from fabric.strategies.module.forward import ForwardPath
-from fabric.strategies.module.init_calls import initialised_by
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.prepare import make_contiguous, place, prepared, with_precision
-from fabric.strategies.module.same_model import refuse_different_models
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.prepared import Prepared, TrainedWeights
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
@@ -150,17 +148,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             with new_tensors(runtime.device, runtime.precision, empty=empty):
                 yield
             return
-        with with_environment(runtime.world, runtime.device.type) as deepspeed:
-
-            class ShardSameParameters(deepspeed.zero.Init):  # type: ignore[misc, name-defined]
-                def _post_init_method(self, module: nn.Module) -> None:
-                    if module._parameters:  # DeepSpeed broadcasts these by their order
-                        refuse_different_models(runtime, module, "construction of", recurse=False)
-                    super()._post_init_method(module)
-
-            # Without `dtype`: on a device without float16, release 0.19 uses bfloat16 for any dtype that is passed.
-            shard = ShardSameParameters(config_dict_or_path=self._engine_config(runtime), mem_efficient_linear=False)
-        with shard, _WholeInitialization():
+        with in_shards(runtime, self._engine_config(runtime)):
             yield
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
@@ -232,7 +220,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return engine_config(self._config, stage=self._stage, offload=self._offload, precision=runtime.precision)
 
     def _initialize(self, runtime: Runtime, module: nn.Module, optimizer: Optimizer | None, move: bool) -> Any:
-        if not any(is_sharded(parameter) for parameter in module.parameters()):
+        if any(map(is_sharded, module.parameters())):
+            hide_shapes(module)
+        else:
             place(runtime, module, (), move=move)
             make_contiguous(module)
         with (
@@ -280,24 +270,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             release=stack.pop_all().close,
             state=ZeroState(runtime.world, self._stage, None, ()),
         )
-
-
-@final
-class _WholeInitialization(TorchFunctionMode):
-    """Within the context, what initialises a parameter that is in shards already initialises the whole one.
-
-    DeepSpeed shards a submodule's parameters when it is made; of one that the model then initialises to zeros, it would
-    leave what was there. Ranks: all make the same calls; the values are those of rank 0.
-    """
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        parameter = initialised_by(function, args, kwargs or {})
-        if parameter is None or not is_sharded(parameter):
-            return function(*args, **(kwargs or {}))
-        with GatheredParameters([parameter], modifier_rank=0):
-            return function(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -62,7 +62,9 @@ def _refuse(module: nn.Module, *refused: tuple[Callable[[Tensor], bool], str]) -
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    dims = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    if tensor.layout is not torch.strided or hasattr(tensor, "ds_shape"):  # in shards, before `setup`
+        return False
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in dims)
 
 
