@@ -62,23 +62,6 @@ def check_options(strategy: Strategy) -> None:
             )
 
 
-def carry_over(strategy: Strategy, to: type[S], *, word: str, accelerator: str) -> S:
-    """Convert `strategy` to the class `to`, its variant for this accelerator, with the options of the same names.
-
-    Raises: ValueError: an option was set that `to` does not have.
-    """
-    known = {field.name for field in fields(to)}
-    written = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
-    default = {field.name: field.default for field in fields(strategy)}
-    lost = [f"`{name}={value!r}`" for name, value in written.items() if name not in known and value != default[name]]
-    if lost:
-        raise ValueError(
-            f"`strategy={word}` on `accelerator={accelerator!r}` is `{to.__name__}`, which has no option for "
-            f"{', '.join(lost)}. Leave it out, or write `strategy={to.__name__}(...)`, with options of its own."
-        )
-    return to(**{name: value for name, value in written.items() if name in known})
-
-
 def with_timeout(strategy: S, seconds: float) -> S | None:
     """The strategy with this timeout; None if it has no such option, or sets another timeout."""
     default = getattr(type(strategy), "timeout_seconds", None)

@@ -64,11 +64,6 @@ _TABLE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     ),
 }
 """By name: `module:class` within `fabric.strategies`, when to use it, and its options."""
-_VARIANTS: Mapping[tuple[str, str], str] = {
-    # torch_xla 2.9 loses gradients reduced in place: see Note [Averages are new tensors] in `xla/replicas.py`.
-    (_DDP, "xla"): "xla.replicas:XLAStrategy",
-}
-"""The class that replaces a strategy on an accelerator which needs another implementation."""
 
 
 def _make(path: str, options: Mapping[str, Any]) -> Any:
@@ -83,20 +78,6 @@ _STRATEGIES: Registry[Strategy] = Registry(
         for name, (path, description, options) in _TABLE.items()
     ),
 )
-
-
-def variant_for(strategy: Strategy, accelerator: str, *, word: str) -> Strategy:
-    """The variant of a strategy for an accelerator: the strategy itself, unless the table has another class.
-
-    `word`: the strategy as written, for the error. Raises: ValueError: an option is set that the variant does not have.
-    """
-    from fabric.strategies.options import carry_over
-
-    made = type(strategy)
-    path = _VARIANTS.get((f"{made.__module__.removeprefix('fabric.strategies.')}:{made.__qualname__}", accelerator))
-    if path is None:
-        return strategy
-    return carry_over(strategy, resolve_name(f"fabric.strategies.{path}"), word=word, accelerator=accelerator)  # type: ignore[no-any-return]
 
 
 def available_strategies() -> tuple[str, ...]:

@@ -25,13 +25,12 @@ FILES = {
     "launchers/environments/beehive.py": '''
 """Ranks of `buzz`."""
 
-from fabric.launchers.environments.environment import Environment, Start
+from fabric.launchers.environments.environment import Environment
 from fabric.launchers.world import World
 
 
 class BeehiveEnvironment(Environment):
     name = "beehive"
-    start = Start(command="buzz python train.py", program="buzz", otherwise="ask a bee")
     looked_for = "BEE_RANK (buzz)"
     telling = ("BEE_RANK", "BEES")
 
@@ -104,9 +103,8 @@ def test_fabric_doctor_shows_a_new_row_of_each_table(copy: Path) -> None:
     done = run(copy, "-m", "fabric", "doctor", "--json", BEE_RANK="0")
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
-    rows = {table: {row["name"]: row for row in found[table]} for table in ("launchers", "clusters", "strategies")}
+    rows = {table: {row["name"]: row for row in found[table]} for table in ("launchers", "strategies")}
     assert rows["launchers"]["tandem"] == {"name": "tandem", "description": "two by two", "why_not": None}
-    assert rows["clusters"]["beehive"] == {"name": "beehive", "command": "buzz python train.py", "why_not": None}
     assert rows["strategies"]["solo"]["runs_on"] == ["cpu"]
     assert found["started_by"]["launcher"] == "beehive"
     assert found["variables"] == ["BEE_RANK=0"]

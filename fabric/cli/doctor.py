@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fabric.cli.clusters import clusters
 from fabric.cli.strategies import describe_strategy, not_here, show_strategies
 from fabric.cli.tables import NotedTable
 from fabric.configure.machine import Found, Machine
@@ -64,7 +63,6 @@ def report(machine: Machine, strategies: Mapping[str, Registration]) -> dict[str
             for row in LAUNCHERS.values()
             if row.is_written
         ],
-        "clusters": clusters(os.environ),
         "strategies": [describe_strategy(machine, registration) for registration in strategies.values()],
     }
 
@@ -90,7 +88,6 @@ def _show(found: Mapping[str, Any]) -> None:
     _print_table(
         console, ("launcher", "here", "what it does"), found["launchers"], lambda row: ("yes", row["description"])
     )
-    _print_table(console, ("started by", "here", "command"), found["clusters"], lambda row: ("yes", row["command"]))
     _print_table(
         console,
         ("strategy", "here", "what it is"),

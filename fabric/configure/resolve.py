@@ -8,8 +8,6 @@ A pure function of two values (and of the tables of names), so that every rule i
 - Without a world, `devices='auto'` is one process on the CPU, and elsewhere every device that the strategy can use.
 - `accelerator='auto'` is the one torch reports, else the CPU. `strategy='auto'` is `single_device` for one process
   and `ddp` for more.
-- A strategy may have another class for an accelerator: `ddp` on XLA is `XLAStrategy`. The registry lists these
-  variants, and `fabric.strategy` shows the one in use.
 - One process needs no launcher, whatever `launcher` is: the calling process is the rank.
 """
 
@@ -35,7 +33,7 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.options import check_options, with_timeout
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.registry import make_strategy, variant_for
+from fabric.strategies.registry import make_strategy
 from fabric.strategies.strategy import Strategy
 
 
@@ -70,7 +68,6 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     found = _found(request, machine)
     strategy, word = _strategy(request, machine, found)
     check_options(strategy)
-    strategy = variant_for(strategy, found.accelerator.name, word=word)
     strategy = _with_timeout(strategy, word, request)
     _refuse(strategy_against_the_launcher(strategy, word, request, machine))
     _refuse(sanitize_against_the_strategy(strategy, word, request))

@@ -650,6 +650,9 @@ def contrastive(loop: Loop, trial: Trial) -> Outcome:
 class Run:
     """A model and its optimizer, set up, and the losses of the steps so far. `net`: by default the trial's."""
 
+    model: Any
+    optimizer: Any
+
     def __init__(
         self, loop: Loop, trial: Trial, net: nn.Module | None = None, optimizer: OptimizerWord = "sgd"
     ) -> None:

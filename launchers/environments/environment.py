@@ -4,26 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import final
 
 from fabric.launchers.world import World
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """How a launcher starts a script, and its requirements, which `fabric doctor` checks."""
-
-    command: str
-    program: str | None = None
-    """The program that has to be on PATH, unless `variable` is set."""
-    package: str | None = None
-    """The module that has to be importable."""
-    variable: str | None = None
-    """The variable that is set wherever it can run."""
-    otherwise: str = ""
-    """How to install what is missing."""
 
 
 class Environment(ABC):
@@ -33,11 +15,6 @@ class Environment(ABC):
     @abstractmethod
     def name(self) -> str:
         """The launcher's name; it becomes `World.launcher`."""
-
-    @property
-    def start(self) -> Start | None:
-        """How a script is started by it; None if `fabric doctor` leaves it out."""
-        return None
 
     @property
     def looked_for(self) -> str:

@@ -14,7 +14,7 @@ from typing import final
 from zlib import crc32
 
 from fabric.launchers.environments.defaults import variables
-from fabric.launchers.environments.environment import Environment, Start
+from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
@@ -38,11 +38,6 @@ class HorovodEnvironment(Environment):
     """`horovodrun --gloo -np 4 python script.py`."""
 
     name = "horovod"
-    start = Start(
-        command="horovodrun --gloo -np 2 python train.py",
-        program="horovodrun",
-        otherwise=INSTALL,
-    )
     looked_for = "HOROVOD_RANK (horovodrun)"
     telling = "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import final
 
-from fabric.launchers.environments.environment import Environment, Start
+from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
@@ -23,12 +23,6 @@ class KubeflowEnvironment(Environment):
     """`python script.py` as the command of every pod of a `PyTorchJob`."""
 
     name = "kubeflow"
-    start = Start(
-        command="kubectl apply -f examples/clusters/pytorchjob.yaml",
-        program="kubectl",
-        otherwise="`apt-get install kubernetes-client`, and take the kubeconfig of a cluster on which Kubeflow's "
-        "training operator runs",
-    )
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         # LOCAL_RANK is set by launchers that start several ranks on a machine, never by the operator.

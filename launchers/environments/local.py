@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import final
 
-from fabric.launchers.environments.environment import Environment, Start
+from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
@@ -29,9 +29,6 @@ class LocalEnvironment(Environment):
     """
 
     name = "local"
-    start = Start(
-        command="RANK=0 WORLD_SIZE=2 MASTER_ADDR=HOST MASTER_PORT=29500 python train.py, once per rank",
-    )
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return "RANK" in environ or "WORLD_SIZE" in environ

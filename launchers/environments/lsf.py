@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
-from fabric.launchers.environments.environment import Environment, Start
+from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
@@ -31,11 +31,6 @@ class LSFEnvironment(Environment):
     """`jsrun -n 4 python script.py`, within a job of `bsub`."""
 
     name = "lsf"
-    start = Start(
-        command="jsrun -n 2 python train.py",
-        program="jsrun",
-        otherwise="log in to a node of the cluster: IBM brings it with LSF and Spectrum MPI, no package index has it",
-    )
     looked_for = "JSM_NAMESPACE_RANK (jsrun)"
     telling = "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"
 

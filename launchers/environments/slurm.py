@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import final
 
-from fabric.launchers.environments.environment import Environment, Start
+from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
@@ -37,11 +37,6 @@ class SlurmEnvironment(Environment):
     """`srun python script.py`. The batch script's own shell, and that of `salloc` or `srun --pty bash`, is no rank."""
 
     name = "slurm"
-    start = Start(
-        command="srun --ntasks 2 python train.py",
-        program="srun",
-        otherwise="log in to a node of the cluster, or `apt-get install slurm-client` and copy its slurm.conf",
-    )
     looked_for = "SLURM_PROCID and SLURM_STEP_ID (srun)"
     telling = "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NNODES"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import final
 
-from fabric.launchers.environments.environment import Environment, Start
+from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
@@ -17,11 +17,6 @@ class TorchElasticEnvironment(Environment):
     """`torchrun script.py`, also inside a SLURM job."""
 
     name = "torchelastic"
-    start = Start(
-        command="torchrun --nproc-per-node 2 train.py",
-        program="torchrun",
-        otherwise="`pip install --force-reinstall --no-deps torch` brings it",
-    )
     looked_for = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, or by hand)"
 
     def detect(self, environ: Mapping[str, str]) -> bool:

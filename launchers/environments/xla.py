@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from fabric.launchers.environments.environment import Environment, Start
+from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
@@ -44,13 +44,6 @@ class XLAEnvironment(Environment):
     """A process that `torch_xla.launch` started: one for each chip of a TPU. Threads of one process are no ranks."""
 
     name = "xla"
-    start = Start(
-        command="python train.py, on every host of a TPU",
-        package="torch_xla",
-        variable="PJRT_DEVICE",
-        otherwise="`pip install 'torchfabric[xla]' && export PJRT_DEVICE=TPU` on every host of a TPU (CPU: XLA on "
-        "the processor)",
-    )
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return {"PJRT_LOCAL_PROCESS_RANK", "CLOUD_TPU_TASK_ID", "TPU_PROCESS_ADDRESSES"} <= set(environ)

@@ -35,9 +35,6 @@ from fabric.strategies.undo import undo_all
 class DDPStrategy(ProcessGroupStrategy):
     """Distributed data parallel: one process per device, each with the whole model and its own share of the data.
 
-    With `accelerator="xla"` this is `XLAStrategy` (see `fabric.strategy`), which averages by XLA's own operations.
-    Options of torch's DistributedDataParallel raise there.
-
     Args:
         bucket_bytes: Size of the gradients in one all-reduce. Larger: fewer messages. Smaller: more overlap with
             backward.

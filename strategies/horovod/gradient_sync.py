@@ -8,15 +8,13 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.gradients.clipping import NONE, kind_of, on_gradient, refuse_sparse
 from fabric.strategies.gradients.sync import Finish, GradientSync
-from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
-from fabric.strategies.module.changes import Contents
-from fabric.strategies.tensors.packing import Spec, exchange
+from fabric.strategies.module.buffers import broadcast_from_rank_zero
+from fabric.strategies.module.changes import AddedParameters
+from fabric.strategies.tensors.packing import exchange
 from fabric.strategies.torch_internals import after_backward
 
 
@@ -30,55 +28,28 @@ class HorovodGradientSync(GradientSync):
 
     def __init__(self, collective: Collective, module: nn.Module, broadcast_buffers: bool) -> None:
         self.collective, self.name, self.number = collective, type(module).__name__, _number(collective)
+        self.additions = AddedParameters(module)
+        self.parameters = [one for one in module.parameters() if one.is_floating_point() or one.is_complex()]
         self.module, self.broadcast_buffers = module, broadcast_buffers
         self.changed: set[Tensor] = set()
         self.is_due = False
-        self.alike: Contents | None = None  # the parameters that were broadcast from rank 0
-        self.hooks: list[RemovableHandle] = []
-        self._arrange()
+        broadcast_from_rank_zero(collective, [*module.parameters(), *module.buffers()])
+        self.hooks = [on_gradient(parameter, self._note) for parameter in self.parameters]
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.is_grad_enabled() and not self.contents.is_as_it_was():
-            self._arrange()
+        self.additions.refuse()
         return function(*args, **kwargs)
 
     def watch(self) -> Finish | None:
-        # If all parameters of the loss were added since, no hook of ours is called.
-        return None if not self.synced or self.contents.is_as_it_was() else self._refuse_unmet
+        self.additions.refuse()  # of a loss that is not from `forward`
+        return None
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.parameters
 
     def release(self) -> None:
-        self._remove_hooks()
-
-    def _arrange(self) -> None:
-        """Average the current parameters from now on, and broadcast new ones from rank 0. Ranks: all call it."""
-        self.contents = Contents(self.module)
-        self.parameters = [one for one in self.contents.parameters if one.is_floating_point() or one.is_complex()]
-        self.buffered = self.contents.modules if self.broadcast_buffers else []
-        if self.alike is not None:  # those of `setup` were compared there
-            lines = [f"{name}: {Spec.of(tensor)}" for name, tensor in _tensors(self.module)]
-            check_call(self.collective, "\n".join([f"forward after a change of `{self.name}`", *lines]))
-        broadcast_from_rank_zero(self.collective, self.contents.new_since(self.alike))
-        self.alike = self.contents
-        self._remove_hooks()
-        self.hooks = [on_gradient(parameter, self._note) for parameter in self.parameters]
-
-    def _remove_hooks(self) -> None:
         for hook in self.hooks:
             hook.remove()
-
-    def _refuse_unmet(self) -> None:
-        """Raise RuntimeError if parameters added after the last forward have gradients: they are not averaged."""
-        if self.contents.is_as_it_was():
-            return
-        known = set(self.contents.parameters)
-        named = self.module.named_parameters()
-        names = [name for name, each in named if each.grad is not None and each not in known]
-        if names:
-            some = ", ".join(map(repr, names[:5]))
-            raise RuntimeError(_UNMET.format(model=self.name, names=some))
 
     def _note(self, parameter: Tensor) -> None:
         """Autograd hook: called in each backward, for each gradient that has just changed."""
@@ -93,7 +64,6 @@ class HorovodGradientSync(GradientSync):
         if not self.is_due:
             return
         self.is_due = False
-        self._refuse_unmet()
         mine = [kind_of(each.grad) if each in self.changed else NONE for each in self.parameters]
         self.changed.clear()
         words = torch.tensor([self.number, -self.number, *mine], device="cpu")
@@ -107,7 +77,8 @@ class HorovodGradientSync(GradientSync):
         refuse_sparse(self.parameters, anywhere)
         gradients = [_gradient(each) for each, kind in zip(self.parameters, anywhere, strict=True) if kind != NONE]
         exchange(gradients, partial(self.collective.all_reduce, op="mean"))
-        broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
+        if self.broadcast_buffers:
+            broadcast_from_rank_zero(self.collective, self.module.buffers())
 
 
 def _number(collective: Collective) -> int:
@@ -116,20 +87,8 @@ def _number(collective: Collective) -> int:
     return 0 if store is None else store.add(f"models/{collective.rank}", 1)
 
 
-def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
-
-
 def _gradient(parameter: nn.Parameter) -> Tensor:
     """The gradient of a parameter; zeros are assigned if it has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
-
-
-_UNMET = (
-    "This backward computed gradients of parameters that were added to `{model}` after `fabric.setup`, and after its "
-    "last forward, so they were not averaged over the ranks: {names}. If the loss comes from a method other than "
-    "`forward`, call `model.mark_forward_method('name')` once after `setup`. The weights are unchanged; "
-    "`optimizer.zero_grad()` discards the gradients."
-)

@@ -8,7 +8,7 @@ parameters. torch's `register_module_parameter_registration_hook` would be globa
 from __future__ import annotations
 
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, final
 
 import torch
@@ -18,7 +18,6 @@ from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.parameters import name_some
 
 _flat = chain.from_iterable
-_requires_grad = attrgetter("requires_grad")
 
 
 @final
@@ -46,10 +45,6 @@ class Contents:
             and all(map(is_, values, self._values))
             and list(_flat(self._by_name)) == self._names
         )
-
-    def flags(self) -> list[bool]:
-        """`requires_grad` of each parameter now."""
-        return list(map(_requires_grad, self.parameters))
 
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that require gradients now."""

@@ -61,15 +61,6 @@ def tensors_in(nest: Any) -> list[Tensor]:
     return leaves_in(nest, is_tensor)
 
 
-def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operator of torch, with a schema, writes to."""
-    found: list[Tensor] = []
-    for index, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
-    return found
-
-
 def map_only_tensors(function: Callable[[Tensor], Any], nest: Any, *, keep: bool = False) -> Any:
     """`map_leaves` that applies `function` to tensors only."""
     return map_leaves(

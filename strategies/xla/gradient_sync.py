@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.gradients.sync import Finish, GradientSync
-from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
-from fabric.strategies.module.changes import Contents
+from fabric.strategies.module.buffers import broadcast_from_rank_zero
+from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.xla.collective import XLACollective
 
 
@@ -33,16 +33,19 @@ class XLAGradientSync(GradientSync):
         self.collective = collective
         self.module = module
         self.finds_unused = find_unused_parameters
+        self.additions = AddedParameters(module)
+        self.all = dict(module.named_parameters())
         self.broadcast_buffers = broadcast_buffers
-        self.alike: Contents | None = None  # the parameters that were broadcast from rank 0
+        broadcast_from_rank_zero(collective, [*module.parameters(), *module.buffers()])
         self._arrange()
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.is_grad_enabled() and not self._is_arranged():
+        self.additions.refuse()
+        if torch.is_grad_enabled() and any(flags := self._flags()) and flags != self.flags:
             self._arrange()
         output = function(*args, **kwargs)
-        if self.synced and torch.is_grad_enabled():
-            broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
+        if self.broadcast_buffers and self.synced and torch.is_grad_enabled():
+            broadcast_from_rank_zero(self.collective, self.module.buffers())
         return output
 
     def parameters_held(self) -> Iterable[Tensor]:
@@ -51,22 +54,14 @@ class XLAGradientSync(GradientSync):
     def release(self) -> None:
         pass
 
-    def _is_arranged(self) -> bool:
-        """Whether the averaged parameters are those that are trained. Ignores that all are frozen for a while."""
-        if not self.contents.is_as_it_was():
-            return False
-        flags = self.contents.flags()
-        return flags == self.flags or not any(flags)
+    def _flags(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.all.values()]
 
     def _arrange(self) -> None:
-        """Average the trainable parameters from now on, and broadcast new ones from rank 0. Ranks: all call it."""
-        self.contents = Contents(self.module)
-        self.flags = self.contents.flags()
-        self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        self.buffered = self.contents.modules if self.broadcast_buffers else []
+        """Average the trainable parameters from now on. Not called while all are frozen: that is for a while."""
+        self.flags = self._flags()
+        self.parameters = {name: parameter for name, parameter in self.all.items() if parameter.requires_grad}
         self.used: frozenset[str] | None = None
-        broadcast_from_rank_zero(self.collective, self.contents.new_since(self.alike))
-        self.alike = self.contents
 
     def watch(self) -> Finish | None:
         if not self.synced or not self.parameters:

@@ -42,8 +42,6 @@ from fabric.strategies.xla.torch_xla_strategy import TorchXLAStrategy
 class XLAStrategy(TorchXLAStrategy):
     """Data parallelism over XLA: a replica of the model on each device, with its own share of the data.
 
-    `strategy="ddp"` with `accelerator="xla"` selects it.
-
     Args:
         timeout_seconds: How long the ranks wait for each other in `launch`.
         find_unused_parameters: Agree after each backward which parameters have gradients; costs an all-reduce that the
@@ -78,13 +76,13 @@ class XLAStrategy(TorchXLAStrategy):
             return sentence
         if target.num_devices != target.num_available:
             return (
-                f"`devices={target.num_devices}` with `strategy='xla'` (or 'ddp' over XLA), but PJRT has "
+                f"`devices={target.num_devices}` with `strategy='xla'`, but PJRT has "
                 f"{target.num_available} devices here, and runs a replica on each. Leave `devices` out, or show "
                 "PJRT fewer: by CPU_NUM_DEVICES, or by TPU_VISIBLE_CHIPS on a TPU."
             )
         if target.platform == "CPU" and not self.cpu_replicas:
             return (
-                f"`strategy='xla'` (or 'ddp' over XLA) with {target.num_devices} replicas on PJRT_DEVICE=CPU: "
+                f"`strategy='xla'` with {target.num_devices} replicas on PJRT_DEVICE=CPU: "
                 "torch_xla 2.9 hangs there in the first collective, and ends the process after 15 s. Write "
                 "`strategy='xla_fsdp'`, which is one program over all devices, or `devices=1`; on a TPU `xla` runs on "
                 "all."

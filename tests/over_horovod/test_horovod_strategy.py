@@ -172,47 +172,19 @@ def test_buffers_are_broadcast_from_rank_zero_by_default() -> None:
     assert ranks(broadcast_buffers=False).launch(keep_buffers) == [2.0, 4.0]
 
 
-class Counting(nn.Module):
-    """A layer, layers that are added later, and a buffer that ranks assign, or not, whenever they like."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.later = nn.Linear(2, 1), nn.ModuleList()
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, x: Tensor, assign: bool = True) -> Tensor:
-        if assign:
-            self.seen = self.seen + x.detach().sum()
-        return self.loss(self.linear(x))
-
-    def loss(self, x: Tensor) -> Tensor:
-        for layer in self.later:
-            x = layer(x)
-        return x.sum()
+def add_a_layer(fabric: Fabric) -> None:
+    """It is refused in forward, and where the loss does not come from forward."""
+    net = fabric.setup_module(nn.Sequential(nn.Linear(2, 1)))
+    fabric.backward(net(mine(fabric)).sum())
+    net.append(nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match=r"Parameters were added to `Sequential` after.*: '1.weight', '1.bias'\."):
+        net(mine(fabric))
+    with pytest.raises(RuntimeError, match=r"Parameters were added to `Sequential` after"):
+        fabric.backward(net[1](torch.ones(1, 1)).sum())
 
 
-def add_layers(fabric: Fabric) -> list[float]:
-    """The buffer stays this rank's; a loss that meets a new layer before forward does is refused, however it is run."""
-    net = fabric.setup_module(Counting())
-    fabric.backward(net(mine(fabric), assign=fabric.global_rank == 1))
-    net.later.append(nn.Linear(1, 1))
-    net.zero_grad()
-    for loss in (net.loss(net.linear(mine(fabric))), net.loss(torch.ones(1, 1))):
-        with pytest.raises(RuntimeError, match=r"`Counting`.* 'later.0.weight', 'later.0.bias'.*mark_forward_method"):
-            fabric.backward(loss)
-        net.zero_grad()
-    net.mark_forward_method("loss")  # type: ignore[operator]
-    fabric.backward(net.loss(mine(fabric)[:, :1]))
-    assert net.later[0].weight.grad.tolist() == [[1.5]]
-    net.later.append(nn.Linear(1, 1))
-    fabric.backward(net(mine(fabric)))
-    torch.testing.assert_close(*fabric.all_gather(net.later[1].weight.grad))
-    values: list[float] = fabric.all_gather(net.seen)[:, 0].tolist()
-    return values
-
-
-def test_a_new_layer_is_averaged_or_refused_and_leaves_the_buffers_of_others_alone() -> None:
-    assert ranks(broadcast_buffers=False).launch(add_layers) == [2.0, 8.0]
+def test_a_layer_that_is_added_after_setup_is_refused() -> None:
+    ranks().launch(add_a_layer)
 
 
 def use_sparse(fabric: Fabric) -> None:

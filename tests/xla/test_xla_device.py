@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fabric import Fabric, read_checkpoint
-from fabric.strategies.ddp.strategy import DDPStrategy
 from fabric.strategies.xla.replicas import XLAStrategy
 
 SIZE = int(os.environ["CPU_NUM_DEVICES"])
@@ -209,30 +208,16 @@ def test_weights_are_rank_zeros_and_gradients_the_mean_after_accumulation_and_cl
             r"`strategy='fsdp'` marks none\. Write `strategy='xla'`, or 'single_xla' for one device",
         ),
         ({"strategy": "single_device"}, r"`strategy='single_device'` marks none"),
-        *(
-            (
-                {"strategy": strategy, "devices": SIZE},
-                rf"`strategy='xla'` \(or 'ddp' over XLA\) with {SIZE} replicas on PJRT_DEVICE=CPU: torch_xla 2\.9 ",
-            )
-            for strategy in ("xla", "ddp")
-        ),
+        ({"strategy": "ddp"}, r"`strategy='ddp'` marks none\. Write `strategy='xla'`, or 'single_xla' for one device"),
         (
-            {"strategy": "ddp_spawn"},
-            r"`strategy='ddp_spawn'` on `accelerator='xla'` is `XLAStrategy`, which has no option for `launcher=",
-        ),
-        (
-            {"strategy": DDPStrategy(comm_hook="bf16", static_graph=True)},
-            r"which has no option for `static_graph=True`, `comm_hook='bf16'`\. Leave it out, or write `strategy=XLAS",
-        ),
-        (
-            {"strategy": "ddp", "launcher": "spawn"},
-            r"starts its processes by 'xla', but `launcher='spawn'` was written\. Choose one of the two\.$",
+            {"strategy": "xla", "devices": SIZE},
+            rf"`strategy='xla'` with {SIZE} replicas on PJRT_DEVICE=CPU: torch_xla 2\.9 ",
         ),
         ({"strategy": "single_xla", "devices": 2}, r"uses one device, but `devices=2` and `num_nodes=1` make 2"),
         ({"strategy": "xla_fsdp", "num_nodes": 2}, "`num_nodes=2`"),
         (
             {"strategy": "xla", "launcher": "spawn"},
-            r"starts its processes by 'xla', but `launcher='spawn'` was written",
+            r"starts its processes by 'xla', but `launcher='spawn'` was written\. Choose one of the two\.$",
         ),
         ({"strategy": "xla", "accelerator": "cpu"}, r"runs on devices of XLA, but the accelerator is 'cpu'"),
     ],
@@ -241,12 +226,6 @@ def test_weights_are_rank_zeros_and_gradients_the_mean_after_accumulation_and_cl
 def test_an_impossible_configuration_is_refused_before_anything_starts(words: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Fabric(**{"accelerator": "xla", **words})
-
-
-def test_ddp_on_xla_is_replicas_of_xla_with_the_options_that_both_have() -> None:
-    options: dict[str, Any] = {"find_unused_parameters": True, "timeout_seconds": 7.0, "broadcast_buffers": False}
-    for strategy, expected in (("ddp", XLAStrategy()), (DDPStrategy(**options), XLAStrategy(**options))):
-        assert Fabric(accelerator="xla", strategy=strategy, devices=1).strategy == expected
 
 
 def set_up_sync_batch_norm(fabric: Fabric) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SIZE = int(os.environ["CPU_NUM_DEVICES"])
-ON_XLA = {"ddp", "ddp_find_unused_parameters_true", "single_xla", "xla", "xla_fsdp"}
+ON_XLA = {"single_xla", "xla", "xla_fsdp"}
 
 
 def report(**environ: str) -> dict[str, Any]:

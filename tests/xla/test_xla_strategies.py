@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from cpu_replicas import launch_replicas
 
 from fabric import Fabric
-from fabric.strategies.ddp.strategy import DDPStrategy
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.registry import variant_for
 from fabric.strategies.xla.replicas import XLAStrategy
 from fabric.testing import Case, Finding, cases
 from fabric.testing.checks import SCALE, examine
@@ -45,13 +42,6 @@ def findings(strategy: str | XLAStrategy, some: list[Case], precision: str = "32
     return {finding.case: finding for finding in seen}
 
 
-def by_ddp(**options: Any) -> XLAStrategy:
-    """What `DDPStrategy(...)` is over XLA, on the processor too."""
-    made = variant_for(DDPStrategy(**options), "xla", word="DDPStrategy(...)")
-    assert isinstance(made, XLAStrategy)
-    return replace(made, cpu_replicas=True)
-
-
 @pytest.fixture(scope="module")
 def of_replicas() -> dict[str, Finding]:
     return findings(XLAStrategy(cpu_replicas=True), OF_REPLICAS)
@@ -75,13 +65,12 @@ def test_one_device_gives_the_numbers_of_plain_pytorch(alone: dict[str, Finding]
 
 def test_unused_parameters_get_zero_gradients_on_request() -> None:
     some = [case for case in cases() if "unused" in case.needs]
-    seen = findings(by_ddp(find_unused_parameters=True), some)
+    seen = findings(XLAStrategy(cpu_replicas=True, find_unused_parameters=True), some)
     assert {finding.result for finding in seen.values()} == {"equal"}, seen
 
 
-@pytest.mark.parametrize("strategy", ["ddp", by_ddp()], ids=["alone", "replicas"])
-def test_ddp_on_xla_gives_the_numbers_of_one_process(strategy: str | XLAStrategy) -> None:
-    seen = findings(strategy, [case for case in cases() if case.name in IN_FEW])
+def test_one_replica_gives_the_numbers_of_one_process() -> None:
+    seen = findings("xla", [case for case in cases() if case.name in IN_FEW])
     assert {finding.result for finding in seen.values()} == {"equal"}, seen
 
 

