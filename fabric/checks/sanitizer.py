@@ -142,7 +142,7 @@ class _Watch(Check):
         self._known: set[Optimizer] = set()
         """Optimizers that were there at an earlier comparison, and so may have states."""
         self._noted: dict[Fact, Value] = {}
-        """Gradients before a step, and modes before a backward, since the last comparison."""
+        """Gradients before a step since the last comparison, and modes after a backward."""
         self._equal_after = ""
         self._has_raised = False
         self._is_counted_here = False
@@ -201,7 +201,6 @@ class _Watch(Check):
             self._batches += f"{digest_of_all(tensors)} "
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
-        self._noted |= modes_of((model.module for model, _ in self._models), self._everyone)
         self._strangers.before_backward()
         self.compare_collectives()
         if not is_compiled(loss):
@@ -211,6 +210,7 @@ class _Watch(Check):
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self._strangers.after_backward()
         if is_synchronised:
+            self._noted |= modes_of((model.module for model, _ in self._models), self._everyone)
             number = float(loss.detach().sum())
             data, self._batches = self._batches or number.hex(), ""
             self._judge(*self._compare(number, data), data)

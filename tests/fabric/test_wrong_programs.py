@@ -857,7 +857,7 @@ SENTENCES = {
     ): "the gradient of parameter 4 on rank 1 differs",
     **dict.fromkeys(
         ((name, "evaluation mode on rank 0") for name in ("ddp", "fsdp", "manual", "ddp_sharded", "deepspeed_stage_2")),
-        "True on rank 1, False on rank 0). They were equal after step 1 of `SGD`. Call `model.train()` and",
+        "(True on rank 1, False on rank 0). They were equal in a backward. Call `model.train()` and `model.eval()`",
     ),
     ("fsdp", "weights changed in forward"): "ended with values of `key.0.weight` that its parameter does not have",
     ("fsdp", "parameter replaced after setup"): "ended with values of `2.weight` that its parameter does not have",
