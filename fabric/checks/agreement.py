@@ -18,7 +18,7 @@ import torch
 
 from fabric.strategies.collectives.collective import Collective
 
-Kind: TypeAlias = Literal["steps", "options", "gradients", "weights", "states"]
+Kind: TypeAlias = Literal["modes", "steps", "options", "gradients", "weights", "states"]
 
 
 class SanitizerError(RuntimeError):
@@ -108,8 +108,9 @@ def _ranks(ranks: list[int]) -> str:
 
 
 _ADVICE: Mapping[Kind, str] = {
-    "steps": "Step each optimizer on all ranks or on none, and decide by values that are the same on all: "
-    "`fabric.all_reduce(loss)`.",
+    "modes": "Call `model.train()` and `model.eval()` on all ranks; after an evaluation on one rank, `model.train()`.",
+    "steps": "Call `fabric.backward`, and step each optimizer, on all ranks or on none, and decide by values that are "
+    "the same on all: `fabric.all_reduce(loss)`.",
     "options": "Step each scheduler on all ranks, with a value that is the same on all: "
     "`scheduler.step(fabric.all_reduce(loss))`. An optimizer that estimates a value from all parameters (Prodigy) "
     "needs `strategy='ddp'` or 'fsdp'.",

@@ -31,7 +31,7 @@ from fabric.checks.check import Check, Moments
 from fabric.checks.forward_weights import ForwardWeights, is_compiled
 from fabric.checks.steps import StepCounter
 from fabric.checks.strangers import Strangers
-from fabric.checks.training_state import Parameters, gradients_of, names_in, options_of, weights_and_states
+from fabric.checks.training_state import Parameters, gradients_of, modes_of, names_in, options_of, weights_and_states
 from fabric.loop.seed import device_rngs
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.collectives.c10d_check import compare_collectives
@@ -141,7 +141,8 @@ class _Watch(Check):
         averaged."""
         self._known: set[Optimizer] = set()
         """Optimizers that were there at an earlier comparison, and so may have states."""
-        self._gradients: dict[Fact, Value] = {}
+        self._noted: dict[Fact, Value] = {}
+        """Gradients before a step since the last comparison, and modes after a backward."""
         self._equal_after = ""
         self._has_raised = False
         self._is_counted_here = False
@@ -209,6 +210,7 @@ class _Watch(Check):
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self._strangers.after_backward()
         if is_synchronised:
+            self._noted |= modes_of((model.module for model, _ in self._models), self._everyone)
             number = float(loss.detach().sum())
             data, self._batches = self._batches or number.hex(), ""
             self._judge(*self._compare(number, data), data)
@@ -225,7 +227,7 @@ class _Watch(Check):
 
     def closing(self) -> None:
         if not self._has_raised:  # the program has caught it
-            self._compare()
+            self._compare(at="at `fabric.close()`")
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before the hooks of the optimizer, which may remove gradients that other ranks own."""
@@ -245,25 +247,27 @@ class _Watch(Check):
         among = {id(each) for each in parameters_of(optimizer)}
         if not models:
             among -= self._held[optimizer] | names.keys()
-        self._gradients.update(gradients_of(optimizer, names, self._everyone, among))
+        self._noted.update(gradients_of(optimizer, names, self._everyone, among))
 
-    def _compare(self, loss: float = 0.0, data: str = "") -> tuple[bool, bool, int]:
-        """See `agreement.compare`. Raises: SanitizerError, on every rank. Ranks: all."""
+    def _compare(self, loss: float = 0.0, data: str = "", at: str = "in a backward") -> tuple[bool, bool, int]:
+        """See `agreement.compare`. `at`: where it is called. Raises: SanitizerError, on every rank. Ranks: all."""
         if not self._models:
             return False, False, 0
         stepped, self._stepped = self._stepped, {}
-        facts, self._gradients = self._gradients, {}
-        for optimizer in self._access:
+        noted, self._noted = self._noted, {}
+        facts: dict[Fact, Value] = {}
+        for optimizer in self._access:  # first, for gradients that some ranks do not step with differ, too
             facts |= options_of(optimizer, self._steps[optimizer].num_steps, self._everyone)
+        facts |= noted
         stateful = {
             optimizer: access
             for optimizer, access in self._access.items()
             if optimizer in self._known and self._held[optimizer].issuperset(map(id, parameters_of(optimizer)))
         }
-        facts |= weights_and_states(self._models, stateful, len(self._everyone))
+        facts |= weights_and_states(self._models, stateful, self._runtime)
         self._known.update(self._access)
         when = ", ".join(f"step {number} of `{type(optimizer).__name__}`" for optimizer, number in stepped.items())
-        when = f"after {when}" if when else "in a backward" if self._equal_after else "in a first backward"
+        when = f"after {when}" if when else at
         since = f"They were equal {self._equal_after}." if self._equal_after else "It is the first comparison."
         self._has_raised = True
         found = compare(self._runtime.collective, facts, loss, data, self._drawn(), when, since)
@@ -310,6 +314,7 @@ _SAME_DRAWS = (
 )
 _SAME_DATA = (
     "In their first steps all {size} ranks had the same batches or losses, to the last bit: they read the same "
-    "samples. Pass the loader to `fabric.setup_dataloaders`, and iterate what it returns. Where the same data is meant "
-    "for all ranks, `fabric.setup_dataloaders(loader, use_distributed_sampler=False)` says so."
+    "samples, unless the loss is one over the samples of all ranks. Pass the loader to `fabric.setup_dataloaders`, and "
+    "iterate what it returns. Where the same data is meant for all ranks, `fabric.setup_dataloaders(loader, "
+    "use_distributed_sampler=False)` says so."
 )

@@ -15,12 +15,19 @@ from fabric.checks.agreement import Fact, Kind, Value, digest_of_text
 from fabric.strategies.checkpoint.state import PlainState, StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.digest import numbers_of
 from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.tensors.wrapped import plain_tensors
 
 Parameters: TypeAlias = Mapping[str, nn.Parameter]
 """By their names."""
+
+
+def modes_of(modules: Iterable[nn.Module], everyone: tuple[int, ...]) -> dict[Fact, Value]:
+    """Whether the models are in training mode."""
+    texts = {f"`training` of model {i}, `{type(each).__name__}`,": str(each.training) for i, each in enumerate(modules)}
+    return {Fact("modes", name, everyone): Value(digest_of_text(text), text) for name, text in texts.items()}
 
 
 def options_of(optimizer: Optimizer, num_steps: int, everyone: tuple[int, ...]) -> dict[Fact, Value]:
@@ -54,14 +61,14 @@ def gradients_of(
 
 
 def weights_and_states(
-    models: Sequence[tuple[Prepared, Parameters]], access: Mapping[Optimizer, StateAccess], size: int
+    models: Sequence[tuple[Prepared, Parameters]], access: Mapping[Optimizer, StateAccess], runtime: Runtime
 ) -> dict[Fact, Value]:
     """What this rank holds of parameters and optimizer states that other ranks hold, too. Ranks: all.
 
     `models`: each with its parameters as they were set up. Those added later may differ until they are trained.
     """
     parts: dict[Fact, Tensor] = {}
-    for kind, name, held in _held(models, access, size):
+    for kind, name, held in _held(models, access, runtime):
         if len(held.holders) > 1:
             for number, (chunk, part) in enumerate(held.shards):
                 parts[Fact(kind, f"{name}{chunk.offsets if number else ''}", held.holders)] = part
@@ -79,11 +86,13 @@ def names_in(models: Iterable[Prepared]) -> dict[int, str]:
 
 
 def _held(
-    models: Sequence[tuple[Prepared, Parameters]], access: Mapping[Optimizer, StateAccess], size: int
+    models: Sequence[tuple[Prepared, Parameters]], access: Mapping[Optimizer, StateAccess], runtime: Runtime
 ) -> Iterator[tuple[Kind, str, TensorShards]]:
-    names = names_in(model for model, _ in models)
+    names, size = names_in(model for model, _ in models), runtime.world.size
     for model, known in models:
-        how = _access(model.state, size, is_replicated=model.sync.is_replicated)
+        # An engine may train shards, and compute with whole weights, which it makes from them.
+        is_whole = model.trained is not None and not runtime.forward_communicates
+        how = _access(model.state, size, is_replicated=is_whole or model.sync.is_replicated)
         parameters = dict(model.module.named_parameters(remove_duplicate=False))
         is_changed = any(known.get(name) is not each for name, each in parameters.items())
         if not _tells_holders(how) or (is_changed and not isinstance(how, PlainState)):  # the strategy raises itself

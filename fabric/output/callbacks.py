@@ -13,5 +13,8 @@ def call(callbacks: Sequence[object], hook: str, /, *args: Any, **kwargs: Any) -
     """
     for callback in callbacks:
         method = getattr(callback, hook, None)
+        if method is not None and not callable(method):
+            found = f"`{type(callback).__name__}.{hook}` is a `{type(method).__name__}`, which cannot be called."
+            raise TypeError(f"{found} A hook is a method: `def {hook}(self, ...)`.")
         if method is not None:
             method(*args, **kwargs)

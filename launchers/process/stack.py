@@ -24,14 +24,15 @@ def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
     that this line calls, `fabric.save, train.py:12 in main`. The outermost one if none is the user's; empty without
     frames."""
     last: tuple[str, int, str] | None = None
-    libraries, method = _folders(), ""
+    libraries, method, is_end = _folders(), "", False
     for last in frames:
         if not _is_library(last[0], libraries):
             break
         is_public = last[0] == _FABRIC and not last[2].startswith("_")
         method = f"fabric.{last[2]}, " if is_public else ""
+        is_end = is_end or (last[0] == _FABRIC and last[2] in ("close", "_close_at_exit"))
     else:
-        if last is not None and last[2] == "_close_at_exit":
+        if is_end:
             return "the end of the program"
     return f"{method}{_short(last[0])}:{last[1]} in {last[2]}" if last is not None else ""
 

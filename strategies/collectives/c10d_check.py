@@ -13,6 +13,7 @@ line of the program is shown, and not compared: ranks may make one call on diffe
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fabric.launchers.process.stack import frames_of
 from fabric.launchers.watch.activity import CALLS, GRADIENTS
 from fabric.strategies.collectives.call_check import difference, hash_of, is_comparing
 from fabric.strategies.collectives.process_group import TorchCollective, sum_message
@@ -69,8 +71,8 @@ def compare_collectives(progress: Callable[[], str] = lambda: "") -> Iterator[No
     """Context in which all collectives of this process are compared. Ranks: all; process groups may exist already.
 
     A collective that differs from the other ranks' in operation, shapes, dtypes or source raises CollectiveError on all
-    ranks of its group, before it runs. Not compared: the operator of a reduction, and calls on
-    groups without a backend for the CPU, which fabric does not create.
+    ranks of its group, before it runs. Not compared: the operator of a reduction, calls of threads that the program
+    starts, and those on groups without a backend for the CPU, which fabric does not create.
     """
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     for name, shown in OPERATORS.items():
@@ -88,10 +90,11 @@ def compare_collectives(progress: Callable[[], str] = lambda: "") -> Iterator[No
 
 
 def _kernel(operator: Any, shown: _Operator, progress: Callable[[], str]) -> Callable[..., Any]:
-    names = [argument.name for argument in operator._schema.arguments]
+    names, thread = [argument.name for argument in operator._schema.arguments], threading.get_ident()
 
     def compare(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_message(inspect.currentframe()):
+        is_elsewhere = threading.get_ident() != thread and _is_in_a_started_thread(inspect.currentframe())
+        if not (is_elsewhere or _is_message(inspect.currentframe())):
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             _compare(ProcessGroup.unbox(given["process_group"]), shown, given, progress)
         return operator.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)
@@ -104,6 +107,12 @@ def _is_message(kernel: FrameType | None) -> bool:
     in a cycle. None above it: C++ calls in a thread of its own."""
     caller = None if kernel is None else kernel.f_back
     return caller is not None and caller.f_code is _MESSAGE
+
+
+def _is_in_a_started_thread(frame: FrameType | None) -> bool:
+    """Whether a `threading.Thread` makes the call: the first that is compared may be another of its calls on each rank.
+    In threads of C++, autograd makes those of the loop's backward."""
+    return frames_of(frame)[-1][2] == "_bootstrap"
 
 
 _MESSAGE = sum_message.__code__

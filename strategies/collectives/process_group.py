@@ -358,10 +358,11 @@ class TorchCollective(CarriesObjects):
 
     def _failure(self, operation: str, tensor: Tensor | None, error: Exception) -> CollectiveError:
         of = "" if tensor is None else f" of a tensor {Spec.of(tensor)}"
+        # That of another's group is not known.
+        waits = f" (a call waits {self._timeout_seconds:g} s for the other ranks)" if self._owns_group else ""
         return CollectiveError(
-            f"`{operation}`{of} failed on rank {self._rank} of {self._size} (a call waits {self._timeout_seconds:g} s "
-            f"for the other ranks): {str(error).strip()}\nCheck the output of the other ranks: one of them ended, was "
-            "late, or called something else.",
+            f"`{operation}`{of} failed on rank {self._rank} of {self._size}{waits}: {str(error).strip()}\nCheck the "
+            "output of the other ranks: one of them ended, was late, or called something else.",
             rank=self._rank,
         )
 

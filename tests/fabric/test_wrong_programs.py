@@ -606,6 +606,16 @@ def renormalizing(fabric: Fabric) -> nn.Module:
     return model
 
 
+def evaluated_on_rank_zero(fabric: Fabric) -> nn.Module:
+    """The model stays in evaluation mode there."""
+
+    def evaluate(model: nn.Module) -> None:
+        if fabric.global_rank == 0:
+            model.eval()
+
+    return usual(fabric, before=evaluate)
+
+
 PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "no mistake": (usual, {}),
     "optimizer from before setup": (early_optimizer, {}),
@@ -661,6 +671,7 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "clip_grad_norm_ of the optimizer's groups": (partial(over_groups, after=clip), {"after": clip}),
     "weights of the optimizer's groups changed in place": (partial(over_groups, before=halve), {"before": halve}),
     "gradients read": (read_gradients, {}),
+    "evaluation mode on rank 0": (evaluated_on_rank_zero, {}),
     "gradients changed in place": (lambda fabric: usual(fabric, after=halve_gradients), {"after": halve_gradients}),
 }
 
@@ -844,6 +855,10 @@ SENTENCES = {
         "ddp_fully_sharded",
         "group of parameters added to the optimizer",
     ): "the gradient of parameter 4 on rank 1 differs",
+    **dict.fromkeys(
+        ((name, "evaluation mode on rank 0") for name in ("ddp", "fsdp", "manual", "ddp_sharded", "deepspeed_stage_2")),
+        "(True on rank 1, False on rank 0). They were equal in a backward. Call `model.train()` and `model.eval()`",
+    ),
     ("fsdp", "weights changed in forward"): "ended with values of `key.0.weight` that its parameter does not have",
     ("fsdp", "parameter replaced after setup"): "ended with values of `2.weight` that its parameter does not have",
     ("fsdp", "hooks after setup"): "has a hook by `register_hook`, which runs in no backward",

@@ -219,6 +219,8 @@ def test_the_users_line_is_the_innermost_outside_of_libraries() -> None:
     assert users_line([(library, 7, "f"), inner, method, *frames[2:]]) == "fabric.save, /home/me/train.py:12 in step"
     assert users_line([method, inner, *frames[2:]]) == "/home/me/train.py:12 in step"
     assert users_line([inner, (fabric.fabric.__file__, 940, "_close_at_exit")]) == "the end of the program"
+    of_a_function = [inner, (fabric.fabric.__file__, 300, "close"), (fabric.fabric.__file__, 1080, "_run"), inner]
+    assert users_line(of_a_function) == "the end of the program"
 
 
 @contextmanager

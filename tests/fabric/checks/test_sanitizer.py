@@ -87,6 +87,8 @@ def drift_at_the_end(fabric: Fabric, num_steps: int) -> None:
 def test_a_watched_step_is_compared_in_close_if_no_backward_follows_and_others_are_not() -> None:
     with pytest.raises(WorkerError, match=r"After step 2 of `SGD`, `bias` on rank 1 differs from that on rank 0\. "):
         Fabric(accelerator=ACCELERATOR, devices=2).launch(drift_at_the_end, 2)
+    with pytest.raises(WorkerError, match=r"At `fabric\.close\(\)`, `bias` on rank 1 differs from that on rank 0\. "):
+        Fabric(accelerator=ACCELERATOR, devices=2).launch(drift_at_the_end, 0)
     Fabric(accelerator=ACCELERATOR, devices=2).launch(drift_at_the_end, 6)
     Fabric(accelerator=ACCELERATOR, devices=2, sanitize=False).launch(drift_at_the_end, 2)
 
@@ -130,9 +132,13 @@ def noise_of_each_rank(fabric: Fabric, step: int, optimizer: SGD, scheduler: Red
 
 
 def loaded_on_rank_zero(fabric: Fabric, step: int, optimizer: SGD, scheduler: ReduceLROnPlateau) -> bool:
-    if fabric.global_rank == 0 and step == 2:
+    if fabric.global_rank == 0 and step == 1:
         optimizer.param_groups[0]["params"][1].data.fill_(0.5)
-    return True
+    return step != 1
+
+
+def stepped_on_rank_zero(fabric: Fabric, step: int, optimizer: SGD, scheduler: ReduceLROnPlateau) -> bool:
+    return fabric.global_rank == 0 or step == 0
 
 
 PROGRAMS: list[tuple[Any, str]] = [
@@ -143,19 +149,27 @@ PROGRAMS: list[tuple[Any, str]] = [
         "1, 0.1 on rank 0). They were equal after step 1 of `SGD`",
     ),
     (
+        loaded_on_rank_zero,
+        "In a backward, `bias` on rank 1 differs from that on rank 0. They were equal after step 1 of",
+    ),
+    (
         left_out_on_rank_one,
         "the number of steps of `SGD` on rank 1 differs from that on rank 0 (6 on rank 1, 7 on rank 0). They were "
         "equal after step 4 of `SGD`.",
     ),
     (noise_of_each_rank, "After step 1 of `SGD`, `weight` on rank 1 differs from that on rank 0."),
-    (loaded_on_rank_zero, "After step 3 of `SGD`, `bias` on rank 1 differs from that on rank 0."),
+    (
+        stepped_on_rank_zero,
+        "the number of steps of `SGD` on rank 1 differs from that on rank 0 (1 on rank 1, 2 on rank 0). They were "
+        "equal after step 1 of `SGD`. Call `fabric.backward`, and step each optimizer, on all ranks or on none",
+    ),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("deepspeed_stage_1", marks=pytest.mark.thorough)])
 def test_what_one_rank_does_to_its_optimizer_or_weights_raises_and_what_all_do_does_not(strategy: str) -> None:
-    for program, words in PROGRAMS[: None if strategy == "ddp" else 2]:
+    for program, words in PROGRAMS[: {"ddp": None, "fsdp": 2}.get(strategy, 3)]:
         fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
         with pytest.raises(WorkerError, match=re.escape(words)) if words else nullcontext():
             fabric.launch(train, program)
@@ -188,7 +202,7 @@ def train_act_norm(fabric: Fabric) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded"])
 def test_weights_that_a_rank_takes_from_its_first_batch_raise(strategy: str) -> None:
     fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
-    with pytest.raises(WorkerError, match=r"In a first backward, `1\.shift` on rank 1 differs from that on rank 0"):
+    with pytest.raises(WorkerError, match=r"In a backward, `1\.shift` on rank 1 differs from that on rank 0"):
         fabric.launch(train_act_norm)
 
 

@@ -27,6 +27,11 @@ def test_a_hook_that_no_callback_has_calls_nothing() -> None:
     call([Deaf(), Recorder("one", [])], "on_nothing", 1)
 
 
+def test_an_attribute_that_is_no_method_is_named() -> None:
+    with pytest.raises(TypeError, match=r"`Recorder\.name` is a `str`, which cannot be called\. A hook is a method"):
+        call([Recorder("one", [])], "name")
+
+
 def test_hook_arguments_may_have_the_names_of_parameters_of_call() -> None:
     class Open:
         def on_any(self, **kwargs: object) -> None:

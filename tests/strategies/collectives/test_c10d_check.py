@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
@@ -15,7 +17,7 @@ from devices import ACCELERATOR
 from torch import nn
 
 from fabric import Fabric
-from fabric.strategies.collectives.c10d_check import NOT_COMPARED, OPERATORS
+from fabric.strategies.collectives.c10d_check import NOT_COMPARED, OPERATORS, compare_collectives
 from fabric.strategies.collectives.collective import CollectiveError
 
 
@@ -106,6 +108,21 @@ def test_the_collectives_of_backends_are_compared(strategy: str, call: str) -> N
         assert "test_c10d_check.py" in message
         assert re.search(rf"rank 0: ({call}|fabric\.backward, .* in differ, after \d step.? \({call})", message)
         assert "rank 1: all_reduce" in message
+
+
+def calls_of_a_thread(fabric: Fabric) -> list[float]:
+    """A sum by a thread that the program starts, while this rank compares its own calls, or not yet."""
+    group, found = dist.new_group([0, 1]), torch.ones(5)
+    with compare_collectives() if fabric.global_rank else nullcontext():
+        thread = threading.Thread(target=dist.all_reduce, args=(found,), kwargs={"group": group})
+        thread.start()
+        thread.join()
+    return found.tolist()
+
+
+def test_the_calls_of_another_thread_are_left_alone_whenever_a_rank_begins_to_compare() -> None:
+    fabric = Fabric(accelerator="cpu", devices=2, sanitize=False, launcher="forkserver")
+    assert fabric.launch(calls_of_a_thread) == [2] * 5
 
 
 def is_compared() -> bool:
