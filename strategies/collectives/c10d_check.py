@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fabric.launchers.process.stack import frames_of
 from fabric.launchers.watch.activity import CALLS, GRADIENTS
-from fabric.strategies.collectives.call_check import difference, hash_of, is_comparing
+from fabric.strategies.collectives.call_check import difference, hash_of, is_comparing, is_in_a_started_thread
 from fabric.strategies.collectives.process_group import TorchCollective, sum_message
 
 
@@ -93,7 +92,7 @@ def _kernel(operator: Any, shown: _Operator, progress: Callable[[], str]) -> Cal
     names, thread = [argument.name for argument in operator._schema.arguments], threading.get_ident()
 
     def compare(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        is_elsewhere = threading.get_ident() != thread and _is_in_a_started_thread(inspect.currentframe())
+        is_elsewhere = threading.get_ident() != thread and is_in_a_started_thread()
         if not (is_elsewhere or _is_message(inspect.currentframe())):
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             _compare(ProcessGroup.unbox(given["process_group"]), shown, given, progress)
@@ -107,12 +106,6 @@ def _is_message(kernel: FrameType | None) -> bool:
     in a cycle. None above it: C++ calls in a thread of its own."""
     caller = None if kernel is None else kernel.f_back
     return caller is not None and caller.f_code is _MESSAGE
-
-
-def _is_in_a_started_thread(frame: FrameType | None) -> bool:
-    """Whether a `threading.Thread` makes the call: the first that is compared may be another of its calls on each rank.
-    In threads of C++, autograd makes those of the loop's backward."""
-    return frames_of(frame)[-1][2] == "_bootstrap"
 
 
 _MESSAGE = sum_message.__code__

@@ -89,6 +89,12 @@ def is_comparing() -> bool:
     return getattr(_this_thread, "is_comparing", False)
 
 
+def is_in_a_started_thread() -> bool:
+    """Whether a `threading.Thread` makes the call: the first that is compared may be another of its calls on each rank.
+    In threads of C++, autograd makes those of the loop's backward."""
+    return frames_of(inspect.currentframe())[-1][2] == "_bootstrap"
+
+
 def all_gather_bytes(collective: Collective, mine: bytes) -> list[bytes]:
     """Return the bytes of all ranks, in rank order. Each is sent padded to the greatest length."""
     lengths = collective.all_gather(torch.tensor(len(mine), device="cpu")).tolist()
