@@ -60,6 +60,10 @@ def launches() -> Iterator[tuple[str, Row, bool]]:
     """What runs in one launch each, and whether it is left to `make check`."""
     for row in on_devices():
         is_left = row.name in LEFT or row.precision == "16-true"
+        is_left |= row.size == 4 and row.precision in (
+            "bf16-true",
+            "16-mixed",
+        )  # two ranks run in these, four in bf16-mixed
         is_left |= row.name not in {1: ("single_device",), 4: ON_FOUR}.get(row.size, row.name)
         names = row.cases if row.name in WHOLE and row.size < 4 else ON_FOUR_RANKS if row.size == 4 else MOST
         if row.name.endswith("_offload"):  # optimizers and their states are elsewhere, all else is as without
