@@ -211,8 +211,10 @@ $(RUN)/bench.done: $(RUN)/test.done
 	$(ALONE) $(RUN)/bin/python $(PIP_INSTALL) --no-deps --force-reinstall --editable .
 	touch $@
 
+# Of the packages that tests need, types are known of these.
 $(LINT)/lint.done: $(LINT)/torch.done $(SAYS)
-	$(ALONE) $(LINT)/bin/python $(PIP_INSTALL) '.[dev]'
+	$(ALONE) $(LINT)/bin/python $(PIP_INSTALL) '.[examples,loggers,safetensors]' 'mypy>=1.15' 'pyright[nodejs]>=1.1.390' \
+	    'pytest>=8' 'pytest-timeout>=2.3' 'ruff>=0.9'
 	touch $@
 
 $(LINT)/copy.done: $(LINT)/lint.done $(shell find fabric strategies launchers -name '*.py')
