@@ -33,13 +33,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     they train on is chosen here as well (`devices.py`)."""
     parser.addoption("--seed", default="1", help="from which tests draw: 1 by default; 'new' for another one")
     parser.addoption("--accelerator", default="cpu", help="what tests train on that are not about the CPU: cpu, cuda")
-    parser.addoption("--optimizers", choices=kernels.CHOICES, help="kernels of optimizers, where a test names none")
+    parser.addoption("--optimizers", action="append", choices=kernels.CHOICES, help="kernels, where a test names none")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     """The line that repeats a run."""
-    words = [f"{name} {config.getoption(name)}" for name in ("--accelerator", "--optimizers") if config.getoption(name)]
-    return f"draws: --seed {config.stash[SEED]}, on: {', '.join(words)}"
+    words = ["", *(config.getoption("--optimizers") or ())]
+    kinds = " --optimizers ".join(words)
+    return f"draws: --seed {config.stash[SEED]}, on: --accelerator {config.getoption('--accelerator')}{kinds}"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -67,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TESTS_ACCELERATOR"] = config.getoption("--accelerator")
     config.stash[LEFT] = []
     if chosen := config.getoption("--optimizers"):
-        os.environ[kernels.VARIABLE] = chosen
+        os.environ[kernels.VARIABLE] = chosen[0]
         kernels.use_chosen()
     seed = getattr(config, "workerinput", {}).get("seed", config.getoption("--seed"))
     config.stash[SEED] = str(random.randrange(2**31)) if seed == "new" else seed
@@ -98,6 +99,21 @@ def pytest_collection() -> Iterator[None]:
     gc.enable()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test runs with each of the kernels that `--optimizers` names: first all with one, then all with another."""
+    if chosen := metafunc.config.getoption("--optimizers"):
+        metafunc.parametrize("optimizers", chosen, indirect=True, scope="session")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def optimizers(request: pytest.FixtureRequest) -> str | None:
+    """The kernels of the tests that follow; None where the hook above has chosen none."""
+    chosen: str | None = getattr(request, "param", None)
+    if chosen is not None:
+        os.environ[kernels.VARIABLE] = chosen
+    return chosen
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a slow test with several parameters, all but a few cases are thorough: every tenth one, and at least one, run
@@ -105,10 +121,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     that is not everywhere: `make test` on a machine with one runs them."""
     import torch
 
-    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    cases: dict[tuple[Path, str, str], list[pytest.Item]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and "slow" in item.keywords and not item.nodeid.startswith(WHOLE):
-            cases.setdefault((item.path, item.originalname), []).append(item)
+            kind = item.callspec.params.get("optimizers", "") if item.name != item.originalname else ""
+            cases.setdefault((item.path, item.originalname, kind), []).append(item)
     for alike in cases.values():
         if any("thorough" in item.keywords for item in alike):
             continue

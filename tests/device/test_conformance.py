@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from rows import FEW, GATHERED_IN_HALF, MOST, Row, rows
+from rows import FEW, GATHERED_IN_HALF, MOST, ON_FOUR_RANKS, Row, rows
 
 from fabric.strategies.registry import make_strategy
 from fabric.testing import Finding, survey
@@ -60,8 +60,14 @@ def launches() -> Iterator[tuple[str, Row, bool]]:
     """What runs in one launch each, and whether it is left to `make check`."""
     for row in on_devices():
         is_left = row.name in LEFT or row.precision == "16-true"
+        is_left |= row.size == 4 and row.precision in (
+            "bf16-true",
+            "16-mixed",
+        )  # two ranks run in these, four in bf16-mixed
         is_left |= row.name not in {1: ("single_device",), 4: ON_FOUR}.get(row.size, row.name)
-        names = row.cases if row.name in WHOLE and row.size < 4 else FEW if row.size == 4 else MOST
+        names = row.cases if row.name in WHOLE and row.size < 4 else ON_FOUR_RANKS if row.size == 4 else MOST
+        if row.name.endswith("_offload"):  # optimizers and their states are elsewhere, all else is as without
+            names = (*FEW, "optimizer_state")
         kept = tuple(name for name in row.cases if name in names)
         rest = tuple(name for name in row.cases if name not in kept)
         yield str(row), replace(row, cases=kept), is_left

@@ -103,14 +103,14 @@ def train(fabric: Fabric, late: int) -> list[tuple[Counter[str], int]]:
     return found
 
 
-def offloads(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Those that leave data in main memory run the same frames as those that do not."""
-    return (pytest.mark.thorough,) if name.endswith("_offload") else ()
+def runs_the_same_frames(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Those that leave data in main memory run the frames of those that do not, and hsdp those of fsdp."""
+    return (pytest.mark.thorough,) if name.endswith("_offload") or name == "hsdp" else ()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [258, pytest.param(1200, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=offloads(name)) for name in LIMITS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=runs_the_same_frames(name)) for name in LIMITS])
 def test_a_late_step_costs_what_an_early_one_did_and_no_more_than_its_limit(name: str, late: int) -> None:
     preload()
     size, limit = LIMITS[name]

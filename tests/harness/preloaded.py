@@ -2,6 +2,7 @@
 
 `torch.compile` looks through all of its backends when it is first called, a second of imports in each rank. DeepSpeed
 and FairScale, where they are installed, are imported as their strategies import them, which saves 0.7 s in each rank.
+What fabric imports when it is first used, for a checkpoint, a loader or a report, takes up to 35 ms.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ import torch.utils.data
 import torch.utils.serialization.config
 from devices import ACCELERATOR
 
+import fabric.checkpoints.checkpoints
+import fabric.checks.replay
+import fabric.launchers.choose
+import fabric.launchers.watch.watcher
+import fabric.loop.evaluation
+import fabric.strategies.data.loaders
 import fabric.strategies.ddp.strategy
 import fabric.strategies.fsdp.strategy
 import fabric.strategies.manual.strategy

@@ -29,7 +29,18 @@ MARK = "FABRIC_TEST_MARK"
 NO_MARK = "0" * 32
 NUMBER = struct.Struct("!i")
 MAX_REQUEST_BYTES = 1 << 18
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "fabric.fabric", "fabric.strategies.ddp.strategy")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "numpy",
+    "fabric.fabric",
+    "fabric.checkpoints.checkpoints",
+    "fabric.launchers.choose",
+    "fabric.launchers.watch.watcher",
+    "fabric.strategies.data.loaders",
+    "fabric.strategies.ddp.strategy",
+)
 FORK_SERVER = os.path.join("launchers", "supervision", "fork_server.py")
 READ_AT_START = ("COVERAGE", "CUDA", "GOMP_", "JEMALLOC", "KMP_", "LD_", "MALLOC", "MKL_", "OPENBLAS_", "TORCH_")
 """Prefixes of variables which libraries read when they are loaded: a program that gets another value is not forked."""

@@ -22,8 +22,8 @@ def test_a_run_goes_on_from_horovod_under_ddp_and_from_ddp_under_horovod(tmp_pat
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     horovod, ddp, paths = HorovodStrategy(timeout_seconds=60), DDPStrategy(), list[str]()
-    for strategy, size in ((horovod, 1), (horovod, 2), (horovod, 4), (ddp, 1), (ddp, 2)):
+    for strategy, size in ((horovod, 2), (ddp, 1)):
         paths.append(str(tmp_path / f"{type(strategy).__name__}-{size}"))
         ranks(strategy, size).launch(save, paths[-1], seed)
-    for strategy, size in ((horovod, 1), (horovod, 2), (horovod, 4), (ddp, 2), (ddp, 4)):
+    for strategy, size in ((horovod, 1), (horovod, 4), (ddp, 2)):
         ranks(strategy, size).launch(load, paths, seed)

@@ -17,15 +17,16 @@ pytestmark = pytest.mark.slow
 
 ROWS = [(2, "32-true"), (4, "64-true"), (1, "32-true"), (2, "bf16-true"), (2, "16-mixed")]
 HALVES = ("sgd", "adamw", "accumulate_and_clip", "unused")
-"""In half precision, and alone, the cases that differ in what is averaged; all of them on several ranks in full."""
+"""In half precision, and alone, the cases that differ in what is averaged."""
+OF_FOUR = (*HALVES, "repeated_backward", "weights", "buffers", "uneven", "uneven_stream", "collective")
+"""On four ranks, which poll for each other on two cores, those that depend on how many there are; on two all cases."""
 
 
 @pytest.mark.parametrize(("size", "precision"), ROWS, ids=lambda value: str(value))
 def test_the_numbers_are_those_of_one_process(size: int, precision: str) -> None:
-    in_full = size > 1 and precision in ("32-true", "64-true")
-    some = [case for case in cases() if in_full or case.name in HALVES]
-    if (size, precision) != (2, "32-true"):  # what is compiled is the same for every size
-        some = [case for case in some if not case.name.startswith("compile")]
+    some = [case for case in cases() if case.name in (OF_FOUR if size == 4 else HALVES)]
+    if (size, precision) == (2, "32-true"):
+        some = list(cases())
     findings = survey(HorovodStrategy(timeout_seconds=60), some, devices=size, precision=precision)  # type: ignore[arg-type]
     assert len(findings) == len(some) > 3
     of_all = "equal" if size == 1 else "raised"  # Horovod has no `send` and `recv`
