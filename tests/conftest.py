@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -65,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Signals mean what they mean, also where the tests run in a script's background, or under `nohup`: Ctrl-C or a
     hang-up is ignored there, and every program that a test starts would ignore it, too. Ranks and programs train on
     what `--accelerator` says."""
+    assert "devices" not in sys.modules, "a conftest imported it before the option was known: all would run on the CPU"
     os.environ["TESTS_ACCELERATOR"] = config.getoption("--accelerator")
     config.stash[LEFT] = []
     if chosen := config.getoption("--optimizers"):
@@ -123,11 +125,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     cases: dict[tuple[Path, str, str], list[pytest.Item]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and "slow" in item.keywords and not item.nodeid.startswith(WHOLE):
+        if " at 0x" in item.nodeid:  # another one in each worker of pytest-xdist, which then runs none of its tests
+            raise pytest.UsageError(f"`{item.nodeid}` is named after an address: pass other `ids`")
+        if isinstance(item, pytest.Function) and item.get_closest_marker("slow") and not item.nodeid.startswith(WHOLE):
             kind = item.callspec.params.get("optimizers", "") if item.name != item.originalname else ""
             cases.setdefault((item.path, item.originalname, kind), []).append(item)
     for alike in cases.values():
-        if any("thorough" in item.keywords for item in alike):
+        if any(item.get_closest_marker("thorough") for item in alike):
             continue
         kept = max(1, len(alike) // 10)
         chosen = {number * len(alike) // kept for number in range(kept)}
@@ -136,14 +140,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.thorough)
     if not torch.accelerator.is_available():
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an accelerator, and torch finds none here"))
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Keep what `-m 'not thorough'` leaves out, for the line at the end."""
     for item in items:
-        if "thorough" in item.keywords:
+        if item.get_closest_marker("thorough"):
             item.config.stash[LEFT].append(item.path.relative_to(item.config.rootpath).as_posix())
 
 
@@ -195,7 +199,7 @@ ENVIRONMENTS = ("clients", "clusters", "device", "over_horovod", "type_checking"
 def ranks_import_nothing(request: pytest.FixtureRequest) -> None:
     """Before the first test that may start ranks: each of them takes a second to import what the fork server can."""
     folder = request.path.relative_to(request.config.rootpath / "tests").parts[0]
-    if "slow" in request.keywords and folder not in ENVIRONMENTS:
+    if request.node.get_closest_marker("slow") and folder not in ENVIRONMENTS:
         from worlds import preload
 
         preload()

@@ -116,7 +116,7 @@ def _sliced_entry(name: str, value: Any, parameter: Any, collective: Collective)
         return value
     if name not in _NUMBERS and value.shape == parameter._orig_size:
         return slice_of(value, collective)
-    return value.clone()  # it may be mapped from a file
+    return value if _is_sliced(name, value, parameter) else value.clone()  # it may be mapped from a file
 
 
 @final

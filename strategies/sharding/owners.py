@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeAlias, final
 
 import torch
@@ -93,8 +94,8 @@ class _OwnedSteps:
         self._owner: dict[Tensor, int] = {}
         self._chunks: dict[Tensor, Sequence[Chunk]] = {}
         """What each rank holds of each parameter."""
-        self._moved: list[Tensor] = []
-        """The parameters of the latest step, for which these are the messages."""
+        self._planned: list[Any] = []
+        """Ids and dtypes of the parameters of the latest step, for which these are the messages."""
         self._rounds: list[tuple[_Message, _Message]] = []
         self._groups: list[list[Tensor]] = []
         """What the groups have between steps, while a step runs."""
@@ -106,7 +107,7 @@ class _OwnedSteps:
     def attach(self) -> list[Callable[[], None]]:
         return [
             self._optimizer.register_step_pre_hook(self._before_step).remove,
-            self._optimizer.register_step_post_hook(self._after_step).remove,
+            self._optimizer.register_step_post_hook(lambda *_: self._send_back()).remove,
             self._optimizer.register_state_dict_pre_hook(refuse_part).remove,
         ]
 
@@ -117,7 +118,7 @@ class _OwnedSteps:
         self._owner = owner
         of_ranks = self._collective.all_gather_object([_own_chunk(parameter) for parameter in self._owner])
         self._chunks = dict(zip(self._owner, zip(*of_ranks, strict=True), strict=True))
-        self._moved = []
+        self._planned = []
 
     def _is_own(self, parameter: Any) -> bool:
         return self._owner.get(parameter, self._collective.rank) == self._collective.rank
@@ -149,9 +150,6 @@ class _OwnedSteps:
         self._take()
         return loss
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._send_back()
-
     @torch.no_grad()
     def _take(self) -> None:
         """Let the groups have what this rank owns, whole."""
@@ -159,8 +157,9 @@ class _OwnedSteps:
         if len(given) != len(self._owner) or any(parameter not in self._owner for parameter in given):
             self._deal()
         self._drop_others()
-        self._plan([parameter for parameter in self._owner if parameter.grad is not None])
-        for parameter in self._moved:
+        moved = [parameter for parameter in self._owner if parameter.grad is not None]
+        self._plan(moved)
+        for parameter in moved:
             if self._is_own(parameter) and as_sharded(parameter) is not None:
                 self._whole[parameter] = _whole_of(parameter)
         for there, _ in self._rounds:
@@ -208,9 +207,10 @@ class _OwnedSteps:
 
     def _plan(self, moved: list[Tensor]) -> None:
         """The messages by which these parameters are moved, which are those of the step before, mostly."""
-        if list(map(id, moved)) == list(map(id, self._moved)):
+        planned = [*map(id, moved), *map(attrgetter("dtype"), moved)]
+        if planned == self._planned:
             return
-        self._moved, self._rounds = moved, []
+        self._planned, self._rounds = planned, []
         start = num_bytes = 0
         for stop, parameter in enumerate(moved, 1):
             num_bytes += parameter.numel() * parameter.itemsize
@@ -260,8 +260,7 @@ class _Message:
         """Send what `read` returns of each part, and copy what arrives into what `written` returns."""
         if not self._num_bytes:
             return
-        widest = max(self._num_bytes.values())
-        width = -(-widest // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        width = -(-max(self._num_bytes.values()) // _ALIGNED_BYTES) * _ALIGNED_BYTES
         slices = torch.empty((collective.size, width), dtype=torch.uint8, device=collective.device)
         for rank, parts in self._sent.items():
             packing = _packing(parts)

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from worlds import preload
 
 
 @pytest.fixture(autouse=True, scope="session")
 def ranks_import_nothing() -> None:
+    from worlds import preload  # imports `devices`, which knows the accelerator only once pytest is configured
+
     preload()
 
 

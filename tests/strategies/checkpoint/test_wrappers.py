@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +76,6 @@ def launched(strategy: str | Strategy) -> Fabric:
 
 
 SHARDED_OPTIMIZER = DDPStrategy(shard_optimizer=True)
-OF_OTHERS = [("other", "fsdp", "ddp"), ("other", "ddp", SHARDED_OPTIMIZER)] if find_spec("bitsandbytes") else []
 
 
 @pytest.mark.slow
@@ -89,7 +87,8 @@ OF_OTHERS = [("other", "fsdp", "ddp"), ("other", "ddp", SHARDED_OPTIMIZER)] if f
         ("8 bit", SHARDED_OPTIMIZER, "single_device"),
         ("4 bit", "single_device", SHARDED_OPTIMIZER),
         ("4 bit", "fsdp", "fsdp"),
-        *OF_OTHERS,
+        ("other", "fsdp", "ddp"),
+        ("other", "ddp", SHARDED_OPTIMIZER),
     ],
     ids=str,
 )

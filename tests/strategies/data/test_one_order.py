@@ -195,7 +195,7 @@ def first_experiment(fabric: Fabric | None, batch_size: int) -> list[float]:
         ("deepspeed_stage_3", 2),
         ("ddp_sharded", 2),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else None,  # each worker names a case alike: no address
 )
 def test_the_first_experiment_of_a_newcomer_has_the_losses_of_plain_torch(strategy: Any, devices: int) -> None:
     expected = first_experiment(None, 8)

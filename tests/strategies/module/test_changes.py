@@ -184,6 +184,8 @@ SHARDED = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_is_changed_after_setup_trains_as_in_one_process(name: str) -> None:
     changes = FLAGS | LAYERS
+    if name == "sharded optimizer":
+        del changes["replace a parameter"]
     torch.testing.assert_close(launch(WHOLE[name], train_all, changes), launch("single_device", train_all, changes))
 
 
@@ -220,6 +222,12 @@ IN_NO_SHARD = (
 def test_layers_added_to_a_sharded_model_raise_at_the_next_forward(name: str) -> None:
     sentences = {"replace the head": "head", "append a layer": r"body\.4"}
     launch(SHARDED[name], refused, {change: IN_NO_SHARD.format(name=each) for change, each in sentences.items()})
+
+
+@pytest.mark.slow
+def test_a_parameter_that_is_replaced_where_one_rank_has_its_state_is_refused_at_the_next_step() -> None:
+    sentence = "Parameters of `SGD` were taken out of its groups, or replaced, after `fabric.setup`"
+    launch(WHOLE["sharded optimizer"], refused, {"replace a parameter": sentence})
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -165,6 +166,12 @@ def compare(fabric: Fabric, ways: tuple[Way, ...], backend: str) -> None:
         assert numbers[1:] == [numbers[1]] * 4, f"{way}: {numbers}"
 
 
+def compare_by_inductor(fabric: Fabric, folder: str) -> None:
+    """Compiled anew in each session: a session that is killed while g++ links leaves an empty library to all others."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    compare(fabric, ("after",), "inductor")
+
+
 EVERY_WAY: tuple[Way, ...] = (
     "after",
     "before",
@@ -216,8 +223,11 @@ def test_a_compiled_model_trains_as_it_does_uncompiled_and_nothing_of_ours_is_co
 @pytest.mark.timeout(600)  # a minute of g++'s work
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("deepspeed_stage_3", marks=pytest.mark.thorough)])
-def test_a_model_compiled_by_inductor_trains_as_it_does_uncompiled(strategy: str) -> None:
-    Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy).launch(compare, ("after",), "inductor")
+def test_a_model_compiled_by_inductor_trains_as_it_does_uncompiled(
+    strategy: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = str(tmp_path_factory.getbasetemp() / "inductor")
+    Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy).launch(compare_by_inductor, folder)
 
 
 class Scaled(nn.Linear):
