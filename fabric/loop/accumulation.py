@@ -76,7 +76,8 @@ class Accumulation:
             while remaining.has_next():
                 if any(each.is_as_left(each.model.sync.parameters_held()) for each in self.kept.values()):
                     raise RuntimeError(_LEFT)
-                length = None if total is None else min(num_batches, total - taken)
+                # A loader may have more batches than its length says.
+                length = None if total is None or taken >= total else min(num_batches, total - taken)
                 window = Window(remaining, num_batches, length, unsynced, self._note)
                 yield window
                 if window.num_read == 0:
