@@ -125,10 +125,23 @@ def test_a_window_of_a_resumed_epoch_has_the_length_that_it_says(size: int) -> N
 
 
 class Counted(Stream):
-    """Samples of known number."""
+    """Samples of known number, with a position of its own."""
+
+    position = 0
 
     def __len__(self) -> int:
         return 7
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.position < 7:
+            self.position += 1
+            yield SAMPLES[self.position - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
