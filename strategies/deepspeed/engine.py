@@ -110,6 +110,9 @@ class Engine(GradientSync):
                 if words in str(error):
                     raise RuntimeError(sentence.format(error=error)) from error
             raise
+        is_searched = self.stage != 3 or isinstance(output, (Tensor, list, tuple, dict, type(None)))
+        if not is_searched and "__dict__" not in dir(output):
+            raise RuntimeError(_UNSEARCHED)
         if not torch.is_grad_enabled():
             return output
         if self._buffered:
@@ -465,18 +468,18 @@ def close(engine: Any) -> None:
     engine.destroy()
 
 
+_UNSEARCHED = (
+    "The model, or a submodule, returned a number, a string, a set or an object with `__slots__`, which DeepSpeed's "
+    "hooks at stage 3 cannot search for parameters. Return tensors, lists, tuples, dictionaries, or objects without "
+    "`__slots__`; a number within a tuple is right."
+)
 _OF_HOOKS = (
     (
         "NestedTensor",
         "A submodule was called with nested tensors, which DeepSpeed's hooks at stage 3 cannot pass on: {error} Write "
         "`nn.TransformerEncoder(..., enable_nested_tensor=False)`, or make them with `layout=torch.jagged`.",
     ),
-    (
-        "vars() argument must have",
-        "A submodule, or the model, returned a number, a string or an object with `__slots__`, which DeepSpeed's hooks "
-        "at stage 3 cannot search: {error}. Return tensors, lists, tuples, dictionaries, or objects without "
-        "`__slots__`; a number within a tuple is right.",
-    ),
+    ("vars() argument must have", _UNSEARCHED),
 )
 """Words of errors of DeepSpeed's hooks around submodules at stage 3, and what to write instead."""
 _PLAIN_BACKWARD = (

@@ -198,3 +198,24 @@ def test_a_function_that_has_the_output_is_refused_in_backward(strategy: str, wo
     message = fabric.launch(train_deferred)
     assert message is not None
     assert words in message
+
+
+class InSlots(nn.Linear):
+    """Returns an object with `__slots__`."""
+
+    def forward(self, inputs: Tensor) -> Slots:  # type: ignore[override]
+        return Slots(super().forward(inputs))
+
+
+def forward_in_slots(fabric: Fabric) -> str:
+    model: Any = InSlots(3, 3)
+    model, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(1, 3))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_an_output_in_which_deepspeed_finds_nothing_is_refused_at_stage_3() -> None:
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="deepspeed_stage_3", launcher="forkserver")
+    assert "hooks at stage 3 cannot search for parameters" in (fabric.launch(forward_in_slots) or "")
