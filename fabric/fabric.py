@@ -672,7 +672,7 @@ class Fabric:
         lacks = self.strategy.lacks if sync_grads and group is None and self.world_size > 1 else {}
         if "gather_gradients" in lacks:
             raise ValueError(lacks["gather_gradients"])
-        return nested.all_gather(group or self._connected.collective, data, sync_grads=sync_grads)
+        return nested.all_gather(self._ranks(group), data, sync_grads=sync_grads)
 
     @overload
     def all_reduce(
@@ -695,7 +695,16 @@ class Fabric:
         Raises: CollectiveError on every rank: the ranks' data differs in paths, dtypes or shapes; the message has what
         each rank passed. Tensors on an accelerator are not waited for: they raise in the next call.
         """
-        return nested.all_reduce(group or self._connected.collective, data, reduce_op)
+        return nested.all_reduce(self._ranks(group), data, reduce_op)
+
+    def _ranks(self, group: Collective | None) -> Collective:
+        """The collective of a call. Raises: TypeError: the group is something else."""
+        if group is not None and not isinstance(group, Collective):
+            raise TypeError(
+                f"`group={group!r}`: a group is what `fabric.collective.split(ranks)` returns, and None stands for all "
+                "ranks. It is the second argument: name the others, as in `fabric.all_reduce(x, reduce_op='sum')`."
+            )
+        return group or self._connected.collective
 
     def pad_across_ranks(self, data: Any, dim: int = 0, pad_value: float = 0, group: Collective | None = None) -> Any:
         """Pad every tensor along `dim` with `pad_value` to the greatest length on any rank, for tensors whose lengths
@@ -705,7 +714,7 @@ class Fabric:
         Raises: CollectiveError: the ranks' data differs in more than the lengths along `dim`. IndexError: a tensor has
         no such dimension. ValueError: a dtype cannot represent `pad_value`.
         """
-        return pad_across_ranks(group or self._connected.collective, data, dim, pad_value)
+        return pad_across_ranks(self._ranks(group), data, dim, pad_value)
 
     def gather_for_metrics(self, values: Sequence[T], loader: Iterable[Any]) -> T:
         """Return the values of every sample of the last iteration over a prepared loader, each once, in the order in

@@ -32,10 +32,10 @@ _TABLE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "hsdp": (_FSDP, "fsdp within each node, replicas over nodes", {"device_mesh": "nodes"}),
     "model_parallel": (
         "model_parallel.strategy:ModelParallelStrategy",
-        "a mesh, and your parallelize_fn(model, mesh)",
+        "a mesh of ranks, over which your function distributes the model",
         {},
     ),
-    "manual": ("manual.strategy:ManualStrategy", "parallelism by your parallelize(module, context)", {}),
+    "manual": ("manual.strategy:ManualStrategy", "your function parallelises the model", {}),
     "ddp_sharded": (_SHARDED_DDP, "FairScale: gradients, optimizer state split", {}),
     "ddp_sharded_spawn": (_SHARDED_DDP, "ddp_sharded, processes started by spawn", {"launcher": "spawn"}),
     "ddp_fully_sharded": ("fairscale.fsdp:FairScaleFSDPStrategy", "FairScale: everything in slices; see fsdp", {}),

@@ -18,20 +18,6 @@ from fabric.checks.agreement import SanitizerError
 from fabric.strategies.tensors.dtensor import as_sharded, local_part, own_part
 
 
-def is_compiled(loss: Tensor) -> bool:
-    """Whether a part of what computed the loss was compiled: a compiled module must not see hooks come and go, or it
-    is compiled again."""
-    seen, nodes = set(), [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            if node.name().startswith("CompiledFunction"):
-                return True
-            seen.add(node)
-            nodes += [each for each, _ in node.next_functions]
-    return False
-
-
 @final
 class ForwardWeights:
     """Hooks on the modules of one model: before the first forward hook of `fully_shard`, and before its last."""

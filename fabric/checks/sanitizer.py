@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fabric.checks.agreement import Fact, SanitizerError, Value, compare
 from fabric.checks.check import Check, Moments
-from fabric.checks.forward_weights import ForwardWeights, is_compiled
+from fabric.checks.forward_weights import ForwardWeights
 from fabric.checks.steps import StepCounter
 from fabric.checks.strangers import Strangers
 from fabric.checks.training_state import Parameters, gradients_of, modes_of, names_in, options_of, weights_and_states
@@ -38,6 +38,7 @@ from fabric.strategies.collectives.c10d_check import compare_collectives
 from fabric.strategies.data.rng import digest, torch_rng
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.tensors.autograd_graph import goes_through
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.nests import tensors_in
 from fabric.strategies.tensors.parameters import parameters_of
@@ -203,7 +204,7 @@ class _Watch(Check):
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self._strangers.before_backward()
         self.compare_collectives()
-        if not is_compiled(loss):
+        if not goes_through(loss, "CompiledFunction"):  # compiled modules are compiled again where hooks come and go
             for each in self._forward_weights:
                 each.attach()
 
@@ -308,9 +309,9 @@ _WITHIN = (
 )
 _NUM_STEPS = 3  # a head that starts from zeros gives one loss for all data, but not after a step
 _SAME_DRAWS = (
-    "All {size} ranks draw the same random numbers for different data: torch's generators were seeded alike after "
-    "`fabric.setup`, so dropout and noise are the same on all ranks. If that is not meant, seed each rank differently: "
-    "`torch.manual_seed(seed + fabric.global_rank)`. This is reported once."
+    "All {size} ranks draw the same random numbers for different data: torch's generators are seeded alike, so "
+    "dropout and noise are the same on all ranks. If that is not meant, seed each rank differently after "
+    "`fabric.setup`: `torch.manual_seed(seed + fabric.global_rank)`. This is reported once."
 )
 _SAME_DATA = (
     "In their first steps all {size} ranks had the same batches or losses, to the last bit: they read the same "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
+from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.loop_progress import NOT_COUNTED, End, ReadAhead, RepeatedBatches
 from fabric.strategies.data.take import length_of, once
 from fabric.strategies.gradients.sync import GradientSync
@@ -69,13 +70,14 @@ class Accumulation:
         ahead: ReadAhead,
     ) -> Iterator[Window[T]]:
         """See `Fabric.accumulate`. `ahead`: tells loaders that a batch is read ahead."""
-        total, taken = length_of(batches), 0
-        remaining = _Ahead(iter(batches), self.repeated, ahead)
+        remaining, taken = _Ahead(iter(batches), self.repeated, ahead), 0
+        total = batches.num_batches_at_start if isinstance(batches, DeviceLoader) else length_of(batches)
         try:
             while remaining.has_next():
                 if any(each.is_as_left(each.model.sync.parameters_held()) for each in self.kept.values()):
                     raise RuntimeError(_LEFT)
-                length = None if total is None else min(num_batches, total - taken)
+                # A loader may have more batches than its length says.
+                length = None if total is None or taken >= total else min(num_batches, total - taken)
                 window = Window(remaining, num_batches, length, unsynced, self._note)
                 yield window
                 if window.num_read == 0:
@@ -160,8 +162,9 @@ class Window(Generic[T]):
         """
         if self._length is None:
             raise TypeError(
-                "`len(window)` over a loader without a length: the number is known only at the end of the window. "
-                "Write `fabric.backward(loss, weight=1)`, which divides by the number of micro-batches after the last."
+                "`len(window)` over a loader without a length, or one that has resumed an epoch by a state of its own: "
+                "the number is known only at the end of the window. Write `fabric.backward(loss, weight=1)`, which "
+                "divides by the number of micro-batches after the last."
             )
         return self._length
 

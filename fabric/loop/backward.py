@@ -21,6 +21,7 @@ from fabric.strategies.gradients.sync import backward_through
 from fabric.strategies.precision.forward_precision import casts
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.tensors.autograd_graph import goes_through
 
 
 @final
@@ -70,11 +71,11 @@ class LossBackward:
         except (AssertionError, RuntimeError) as error:
             if isinstance(error, CollectiveError | torch.OutOfMemoryError):
                 raise
-            in_shards = any(words in str(error) for words in _OF_SHARDS)
-            if not in_shards and not _is_checkpointed(loss):
+            known = (sentence for words, sentence in _EXPLAINED.items() if words in str(error))
+            sentence = next(known, _REENTRANT if goes_through(loss, "CheckpointFunctionBackward") else None)
+            if sentence is None:
                 raise
-            why = f"{type(error).__name__}: {error}"
-            raise RuntimeError((_IN_SHARDS if in_shards else _REENTRANT).format(why=why)) from error
+            raise RuntimeError(f"Backward failed: {type(error).__name__}: {error}\n{sentence}") from error
         finally:
             runtime.backward.is_running = False
         if runtime.loss_scaler is not None and is_synchronised:
@@ -117,19 +118,6 @@ class LossBackward:
         self._weighting.run(run, models, bare, weight, self._set_up.optimizers, is_synchronised=not num_held)
 
 
-def _is_checkpointed(loss: Tensor) -> bool:
-    """Whether the loss goes through reentrant activation checkpointing."""
-    waiting, seen = [loss.grad_fn], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            if node.name() == "CheckpointFunctionBackward":
-                return True
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return False
-
-
 def _no_model(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(f"`fabric.backward(loss)` {NO_MODEL}")
 
@@ -147,17 +135,26 @@ _WEIGHT_OF_WHICH_MODEL = (
     "its loss goes through. Name them: `model=generator`, or `model=[encoder, decoder]` for a loss through both. "
     "Parameters outside of any module cannot be named: make them part of one, `self.temperature = nn.Parameter(...)`."
 )
-_OF_SHARDS = ("mixed torch.Tensor and DTensor", "returned an invalid gradient")
-"""Errors of torch for a loss that uses shards of DTensors, of DeepSpeed and of FairScale."""
 _IN_SHARDS = (
-    "Backward failed: {why}\nIf the loss uses weights outside of `forward`, as a penalty does: there they are in "
-    "shards. Read them in a `with fabric.gathered(model):`, where they are whole."
+    "If the loss uses weights outside of `forward`, as a penalty does: there they are in shards. Read them in a "
+    "`with fabric.gathered(model):`, where they are whole."
+)
+_FREED = (
+    "Weights were freed before this backward, which did not gather them again. If an output of the model that is a "
+    "view was changed in place (`logits /= 2`), write `logits = logits / 2`. If the loss has a gradient of inputs, by "
+    "`torch.autograd.grad(..., create_graph=True)`, run a forward of its own for it."
 )
 _REENTRANT = (
-    "Backward failed: {why}\nThe loss goes through `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. A "
-    "block that runs twice before its backward, in one forward or in two, then gives its weights their gradients "
-    "twice, which this strategy cannot synchronise. Pass `use_reentrant=False`."
+    "The loss goes through `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. A block that runs twice "
+    "before its backward, in one forward or in two, then gives its weights their gradients twice, which this strategy "
+    "cannot synchronise. Pass `use_reentrant=False`."
 )
+_EXPLAINED = {
+    "mixed torch.Tensor and DTensor": _IN_SHARDS,
+    "returned an invalid gradient": _IN_SHARDS,  # of DeepSpeed and of FairScale
+    "out of bounds for storage of size 0": _FREED,
+}
+"""Words of errors of torch, and what is said besides."""
 _SYNCED_IN_PART = (
     "`fabric.backward(loss, weight=..., model=[...])` while some of the models are within `no_backward_sync` and "
     "others are not. Enter `no_backward_sync` for all of them, or pass all of them to `accumulate`."

@@ -20,7 +20,7 @@ from fabric.checks.steps import StepCounter
 from fabric.checks.unprepared import UnpreparedOptimizers
 from fabric.loop.accumulation import Accumulation
 from fabric.loop.weighting import ClosureLoss, Weighting
-from fabric.strategies.checkpoint.by_hand import report_shards
+from fabric.strategies.checkpoint.by_hand import refuse_whole_states, report_shards
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
 from fabric.strategies.gradients.bare_parameters import (
     BareParameters,
@@ -33,6 +33,7 @@ from fabric.strategies.module.deferred_init import initialize_empty
 from fabric.strategies.module.same_model import refuse_different_models
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.owners import needs_owners
 from fabric.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -229,6 +230,8 @@ class SetUp:
             optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # the loss scaler sets it
             undo.callback(vars(optimizer).pop, "step_was_skipped", None)
             undo.callback(self._closure_loss.attach(optimizer))
+            if not needs_owners(optimizer):  # whose states are whole
+                undo.callback(optimizer.register_load_state_dict_pre_hook(refuse_whole_states).remove)
             self.steps[optimizer] = StepCounter()
             undo.callback(self.steps[optimizer].attach(optimizer, runtime.loader_numbers, self._moments))
             if self._moments.before_step:

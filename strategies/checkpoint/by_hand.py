@@ -1,5 +1,5 @@
 """Files that a program writes or reads by hand: `model.state_dict()` of a sharded model has shards, which is reported,
-and `model.load_state_dict` of whole tensors is refused."""
+and `load_state_dict` of whole tensors is refused, of the model and of its optimizer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import KeepsNamesAndShapes, StateAccess
 from fabric.strategies.tensors.dtensor import as_sharded
+from fabric.strategies.tensors.parameters import parameters_of
 
 INSTEAD = (
     "write `fabric.save(path, {'model': model})`, or call `fabric.state_dict(model)` on every rank and save on rank 0 "
@@ -57,6 +59,19 @@ class _RefuseWhole(KeepsNamesAndShapes):
             if isinstance(given, Tensor) and as_sharded(given) is None and _is_shard(parameter, tuple(given.shape)):
                 written = f"`load_state_dict`: the model is sharded, and {prefix + name!r} is given as a whole tensor."
                 raise ValueError(f"{written} Load it before `fabric.setup`, or by `fabric.load_raw(path, model)`.")
+
+
+def refuse_whole_states(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """A hook of an optimizer's `load_state_dict`: whole tensors are refused for parameters that are DTensors."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
+        for name, given in state["state"].get(number, {}).items() if as_sharded(parameter) is not None else ():
+            if isinstance(given, Tensor) and given.shape == parameter.shape and as_sharded(given) is None:
+                raise ValueError(
+                    f"`{type(optimizer).__name__}.load_state_dict`: parameters are sharded, and {name!r} of parameter "
+                    f"{number} is given as a whole tensor. Load it before `fabric.setup`, or by "
+                    "`fabric.load_raw(path, optimizer)`."
+                )
 
 
 def _is_shard(tensor: Any, shape: tuple[int, ...] | None) -> bool:

@@ -107,6 +107,8 @@ class DeviceLoader:
         self._restored: Restored | None = None
         self._begun_at: Restored | None = None
         """The restored position at which the latest iteration began."""
+        self._started_at: Position | None = Position()
+        """Where the latest iteration began. None: where the user's loader resumed."""
         self._epoch: int | None = None
         """The number that was passed to `set_epoch`, here or in the saved run."""
         self._told_before: list[int | None] = []
@@ -136,6 +138,8 @@ class DeviceLoader:
             if reading.announce is not None and opened is not None:
                 reading.announce(opened)
             batches = self._begin()
+        at = Position() if opened is None else opened.begun_at
+        self._started_at = at if restored.loader is None else None
         if reading.stream is not None and opened is not None and opened.begun_at.batches:
             batches = chain.from_iterable(self._after(opened, batches))
         agreed = None
@@ -160,6 +164,18 @@ class DeviceLoader:
         if reading.stream is not None:
             return self._cut_of_items().length(len(reading.stream))
         return len(reading.source if reading.index is None else reading.index)  # type: ignore[arg-type]
+
+    @property
+    def num_batches_at_start(self) -> int | None:
+        """How many batches the latest iteration had at its start: fewer than `len(self)` if it resumed an epoch. None:
+        not known."""
+        num_batches, at, index = length_of(self), self._started_at, self._reading.index
+        if num_batches is None or at is None:
+            return None
+        if not at.start:
+            return num_batches - at.batches
+        cut, num_items = self._cut_of_items(), None if index is None else length_of(index.items)
+        return cut.length(num_items - at.start) - at.batches if cut.keeps_samples and num_items is not None else None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_loader" not in self.__dict__:

@@ -105,10 +105,14 @@ class Engine(GradientSync):
             self._added_parameters.refuse(NEVER_TRAINED)
         try:
             output = function(*args, **kwargs)
-        except (AssertionError, RuntimeError) as error:
-            if self.stage == 3 and "NestedTensor" in str(error):
-                raise RuntimeError(_NESTED.format(error=error)) from error
+        except (AssertionError, RuntimeError, TypeError) as error:
+            for words, sentence in _OF_HOOKS if self.stage == 3 else ():
+                if words in str(error):
+                    raise RuntimeError(sentence.format(error=error)) from error
             raise
+        is_searched = self.stage != 3 or isinstance(output, (Tensor, list, tuple, dict, type(None)))
+        if not is_searched and "__dict__" not in dir(output):
+            raise RuntimeError(_UNSEARCHED)
         if not torch.is_grad_enabled():
             return output
         if self._buffered:
@@ -464,19 +468,30 @@ def close(engine: Any) -> None:
     engine.destroy()
 
 
-_NESTED = (
-    "A submodule was called with nested tensors, which DeepSpeed's hooks at stage 3 cannot pass on: {error} Write "
-    "`nn.TransformerEncoder(..., enable_nested_tensor=False)`, or make them with `layout=torch.jagged`."
+_UNSEARCHED = (
+    "The model, or a submodule, returned a number, a string, a set or an object with `__slots__`, which DeepSpeed's "
+    "hooks at stage 3 cannot search for parameters. Return tensors, lists, tuples, dictionaries, or objects without "
+    "`__slots__`; a number within a tuple is right."
 )
+_OF_HOOKS = (
+    (
+        "NestedTensor",
+        "A submodule was called with nested tensors, which DeepSpeed's hooks at stage 3 cannot pass on: {error} Write "
+        "`nn.TransformerEncoder(..., enable_nested_tensor=False)`, or make them with `layout=torch.jagged`.",
+    ),
+    ("vars() argument must have", _UNSEARCHED),
+)
+"""Words of errors of DeepSpeed's hooks around submodules at stage 3, and what to write instead."""
 _PLAIN_BACKWARD = (
     "`loss.backward()` was called on a loss of `{name}`, but DeepSpeed reduces gradients only in "
     "`fabric.backward(loss)`. Call that."
 )
 _PAST_FORWARD = (
     "A gradient reached `{name}` of `{model}` in a backward that did not start from the model's outputs: a submodule "
-    "was called directly, or the loss is in an object whose tensors cannot be found. DeepSpeed would not reduce its "
-    "gradients. Call the model itself, or compute the loss in a method of it, after "
-    "`model.mark_forward_method('name')` (stages 1 and 2)."
+    "was called directly, an output that is a view was changed in place (`logits /= 2`), or the loss is in an object "
+    "whose tensors cannot be found. DeepSpeed would not reduce its gradients. Call the model itself, write "
+    "`logits = logits / 2`, or compute the loss in a method of the model, after `model.mark_forward_method('name')` "
+    "(stages 1 and 2)."
 )
 _READ = (
     "that DeepSpeed keeps, in shards or not averaged yet: `parameter.grad` has no values here. To clip, or for the "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -89,9 +89,10 @@ def _search(
         return
     is_found = is_found and (isinstance(value, (list, tuple, dict)) or is_dataclass(value))
     container = opened(value)
-    members = container[2] if container is not None else [each for _, each in _attributes(value)]
-    for member in members:
+    for member in () if container is None else container[2]:
         yield from _search(member, visited, is_found=is_found, depth=depth - 1)
+    for _, member in _attributes(value):  # containers may have some, too
+        yield from _search(member, visited, is_found=False, depth=depth - 1)
 
 
 def _replace(
@@ -103,23 +104,30 @@ def _replace(
     if id(value) in done:
         return done[id(value)][1]
     if isinstance(value, Tensor):
-        done[id(value)] = value, function(value)
-        return done[id(value)][1]
+        replaced = function(value)
+        done[id(replaced)] = replaced, replaced
+        done[id(value)] = value, replaced
+        return replaced
     done[id(value)] = value, value
     container = opened(value)
-    if container is None:
-        for name, member in _attributes(value):
-            changed = _replace(member, function, done, depth - 1)
-            if changed is not member:
-                object.__setattr__(value, name, changed)
-        return value
-    _, _, members, fill = container
-    items = [_replace(each, function, done, depth - 1) for each in members]
-    if any(one is not other for one, other in zip(members, items, strict=True)):
-        done[id(value)] = value, fill(items)
-    return done[id(value)][1]
+    if container is not None:
+        _, _, members, fill = container
+        items = [_replace(each, function, done, depth - 1) for each in members]
+        if any(one is not other for one, other in zip(members, items, strict=True)):
+            done[id(value)] = value, fill(items)
+    replaced = done[id(value)][1]
+    for name, member in _attributes(replaced):
+        changed = _replace(member, function, done, depth - 1)
+        if changed is not member:
+            object.__setattr__(replaced, name, changed)
+    return replaced
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """The attributes that an object stores, without its properties."""
-    return list(getattr(value, "__dict__", {}).items())
+    """The attributes that an object stores, in slots too, without its properties."""
+    stored = list(getattr(value, "__dict__", {}).items())
+    for owner in type(value).__mro__:
+        if "__slots__" in vars(owner):
+            names = [name for name, each in vars(owner).items() if isinstance(each, MemberDescriptorType)]
+            stored += [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    return stored

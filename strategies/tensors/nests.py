@@ -116,6 +116,8 @@ def _mapping(like: Any, values: list[Any]) -> Any:
     if not isinstance(like, MutableMapping):
         return type(like)(dict(zip(like, values, strict=True)))
     duplicate = copy.copy(like)  # keeps a default factory and attributes
+    if getattr(like, "__dict__", None) is like:  # its keys are its attributes
+        duplicate.__dict__ = duplicate  # type: ignore[assignment]
     for key, value in zip(like, values, strict=True):
         duplicate[key] = value
     return duplicate

@@ -235,6 +235,11 @@ METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] =
         ValueError,
         "`'avg'` is not a reduction. Write one of 'sum', 'mean'",
     ),
+    "reduction as the group": (
+        lambda f, _: f.all_reduce(torch.ones(2), "sum"),  # type: ignore[arg-type]
+        TypeError,
+        "`group='sum'`: a group is what `fabric.collective.split(ranks)` returns",
+    ),
 }
 
 

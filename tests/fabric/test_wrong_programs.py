@@ -433,6 +433,18 @@ def penalised_once(fabric: Fabric | None = None) -> nn.Module:
     return model
 
 
+def view_changed(fabric: Fabric | None = None) -> nn.Module:
+    """An output that is a view is changed in place, as a temperature divides logits."""
+    model: nn.Module = nn.Sequential(*make_net(), nn.Unflatten(1, (2,)))
+    optimizer: Optimizer = make_optimizer(model)
+    place = {}
+    if fabric is not None:
+        model, optimizer = fabric.setup(model, optimizer)
+        place = {"rank": fabric.global_rank, "size": fabric.world_size}
+    backward = Tensor.backward if fabric is None else partial(fabric.backward, model=model)
+    return steps(model, optimizer, backward, called=lambda inputs: model(inputs).div_(2), **place)
+
+
 class Layerwise(SGD):
     """LARS: uses a norm of each parameter."""
 
@@ -661,6 +673,7 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "steps within backward": (steps_within_backward, {}),
     "gradient penalty": (penalised, {}),
     "gradient penalty of the same forward": (penalised_once, {}),
+    "output that is a view changed in place": (view_changed, {}),
     "layerwise optimizer": (partial(stepped_by, Layerwise), {}),
     "optimizer with the norm of all gradients": (partial(stepped_by, WithGlobalNorm), {}),
     "line search": (searched, {}),
@@ -681,6 +694,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "second derivatives": second_derivatives,
     "gradient penalty": penalised,
     "gradient penalty of the same forward": penalised_once,
+    "output that is a view changed in place": view_changed,
     "updates of its own": descended,
     "weights changed in forward": changed_in_forward,
     "line search": searched,
@@ -891,7 +905,14 @@ SENTENCES = {
     ("manual", "steps within backward"): "`SGD.step()` within a backward, in a hook of a parameter",
     ("ddp", "steps within backward"): "`SGD.step()` within a backward, in a hook of a parameter",
     ("ddp_fully_sharded", "steps within backward"): "its gradient is averaged over the ranks later",
-    ("fsdp", "gradient penalty of the same forward"): "out of bounds for storage of size 0",
+    ("fsdp", "gradient penalty of the same forward"): "run a forward of its own for it",
+    **dict.fromkeys(
+        (
+            (name, "output that is a view changed in place")
+            for name in ("fsdp", "model_parallel", "deepspeed_stage_1", "deepspeed_stage_2")
+        ),
+        "write `logits = logits / 2`",
+    ),
     ("deepspeed_stage_2", "layerwise optimizer"): "`Layerwise` in `setup` uses whole tensors, but ZeRO passes",
     ("ddp_fully_sharded", "layerwise optimizer"): "cannot run `Layerwise`: each rank has a part of the gradients",
     (

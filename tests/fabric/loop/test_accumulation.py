@@ -13,6 +13,7 @@ from devices import ACCELERATOR, only_on_cpu
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 from worlds import run_world
 
 from fabric import Fabric
@@ -91,6 +92,69 @@ def test_a_window_knows_its_length_where_the_loader_does() -> None:
         with pytest.raises(TypeError, match=r"the number is known only at the end of the window.*weight=1"):
             len(window)
         break
+
+
+def lengths(fabric: Fabric, loader: Any) -> list[tuple[int, int]]:
+    """What each window says of its length, and its length."""
+    return [(len(window), len(list(window))) for window in fabric.accumulate(loader, 3)]
+
+
+def lengths_after_resuming(world: World) -> list[list[tuple[int, int]]]:
+    """Of 27 samples of which 8 were read, two on each rank in a step: the rest with two, and with three on each."""
+    fabric, found = ranks(world), []
+    fabric.setup(*parts())
+    for batch_size in (2, 3):
+        loader = fabric.setup_dataloaders(DataLoader(range(27), 2))
+        batches = iter(loader)
+        for _ in range(8 // (2 * world.size)):
+            next(batches)
+        resumed = fabric.setup_dataloaders(DataLoader(range(27), batch_size))
+        resumed.load_state_dict(loader.state_dict())
+        found += [lengths(fabric, resumed), lengths(fabric, resumed)]  # the rest of the epoch, and the next one
+    fabric.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_window_of_a_resumed_epoch_has_the_length_that_it_says(size: int) -> None:
+    [found, *_] = run_world(size, lengths_after_resuming)
+    assert all(said == is_so for each in found for said, is_so in each)
+    counts = [-(-27 // (samples * size)) for samples in (2, 3)]
+    left = [-(-19 // (samples * size)) for samples in (2, 3)]
+    assert [sum(is_so for _, is_so in each) for each in found] == [left[0], counts[0], left[1], counts[1]]
+
+
+class Counted(Stream):
+    """Samples of known number, with a position of its own."""
+
+    position = 0
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.position < 7:
+            self.position += 1
+            yield SAMPLES[self.position - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+def test_a_window_over_a_loader_that_resumes_itself_does_not_guess_its_length() -> None:
+    fabric, _, _ = alone()
+    loader, resumed = (fabric.setup_dataloaders(StatefulDataLoader(Counted())) for _ in range(2))
+    batches = iter(loader)
+    next(batches), next(batches)
+    resumed.load_state_dict(loader.state_dict())
+    [window] = [window for window in fabric.accumulate(resumed, 6) if list(window)]
+    assert window.num_read == 5
+    with pytest.raises(TypeError, match="has resumed an epoch by a state of its own"):
+        len(window)
 
 
 def test_no_micro_batch_beyond_the_window_has_been_read_at_its_step() -> None:

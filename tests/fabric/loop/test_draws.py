@@ -143,5 +143,5 @@ def test_ranks_that_draw_the_same_for_different_data_are_reported_once(
     how: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Fabric(accelerator=ACCELERATOR, devices=2, launcher="forkserver").launch(train, how)
-    words = "All 2 ranks draw the same random numbers for different data: torch's generators were seeded alike after"
+    words = "All 2 ranks draw the same random numbers for different data: torch's generators are seeded alike, so"
     assert capfd.readouterr().err.count(words) == (how == "alike")

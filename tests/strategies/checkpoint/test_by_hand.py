@@ -15,6 +15,7 @@ from torch.optim import SGD
 
 from fabric import Fabric
 from fabric.strategies import ModelParallelStrategy, Strategy
+from fabric.strategies.tensors.dtensor import as_sharded
 
 LOAD = """
 import sys
@@ -58,6 +59,10 @@ def write_by_hand(fabric: Fabric, path: str) -> tuple[list[str], list[str]]:
     for part, state in ((model, nn.Sequential(nn.Linear(8, 4)).state_dict()), (model[0], nn.Linear(8, 4).state_dict())):
         with pytest.raises(ValueError, match=r"the model is sharded, and '(0\.)?weight' is given as a whole tensor"):
             part.load_state_dict(state)
+    if as_sharded(next(model.parameters())) is not None:  # DeepSpeed refuses each `load_state_dict`
+        moments = {"state": {0: {"momentum_buffer": torch.ones(4, 8)}}, "param_groups": [{"params": [0, 1]}]}
+        with pytest.raises(ValueError, match="'momentum_buffer' of parameter 0 is given as a whole tensor"):
+            optimizer.load_state_dict(moments)
     before = list(collected.messages)
     if fabric.is_global_zero:
         for _ in range(2):

@@ -15,7 +15,7 @@ from torch.distributions import Independent, Normal
 
 from fabric import Fabric
 from fabric.strategies import DDPStrategy, FSDPStrategy, Strategy
-from fabric.strategies.module.outputs import Exposed, conceal, expose, outputs_in
+from fabric.strategies.module.outputs import Exposed, conceal, expose, outputs_in, replace_tensors
 
 
 class Linked:
@@ -25,15 +25,48 @@ class Linked:
         self.value, self.me, self.module, self.function = value, self, nn.Linear(1, 1), lambda: value
 
 
+class Slots:
+    """An object without `__dict__`."""
+
+    __slots__ = ("__value", "missing")
+
+    def __init__(self, value: Tensor) -> None:
+        self.__value = value
+
+    @property
+    def value(self) -> Tensor:
+        return self.__value
+
+
+class Keys(dict[str, Tensor]):
+    """Its keys are its attributes."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__(value=value)
+        self.__dict__ = self
+
+
+class Named(list[int]):
+    """A list with an attribute."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__([1])
+        self.value = value
+
+
 WAYS: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = [
     (lambda each: SimpleNamespace(first=[each], second={"again": each}), lambda output: output.first[0]),
     (lambda each: UserDict(value=each), lambda output: output["value"]),
     (Linked, lambda output: output.value),
+    (Slots, lambda output: output.value),
+    (Named, lambda output: output.value),
     (lambda each: (each.detach(), Independent(Normal(each, 1.0), 1)), lambda output: output[1].mean),
 ]
 
 
-@pytest.mark.parametrize(("make", "read"), WAYS, ids=["attributes", "mapping", "linked", "distribution"])
+@pytest.mark.parametrize(
+    ("make", "read"), WAYS, ids=["attributes", "mapping", "linked", "slots", "list", "distribution"]
+)
 def test_tensors_of_an_object_are_found_and_replaced(
     make: Callable[[Tensor], Any], read: Callable[[Any], Tensor]
 ) -> None:
@@ -44,6 +77,14 @@ def test_tensors_of_an_object_are_found_and_replaced(
     assert isinstance(exposed, Exposed)
     other = [each + 5 for each in exposed.tensors]
     assert read(conceal(exposed._replace(tensors=other))).tolist() == [7.0, 7.0]
+
+
+def test_a_dictionary_whose_keys_are_its_attributes_is_so_afterwards() -> None:
+    before = Keys(torch.ones(2))
+    after = replace_tensors(before, lambda tensor: tensor + 1)
+    assert before.value.tolist() == [1.0, 1.0]
+    assert after.value is after["value"]
+    assert after.value.tolist() == [2.0, 2.0]
 
 
 def test_a_long_chain_of_objects_is_searched_from_its_start() -> None:
@@ -157,3 +198,24 @@ def test_a_function_that_has_the_output_is_refused_in_backward(strategy: str, wo
     message = fabric.launch(train_deferred)
     assert message is not None
     assert words in message
+
+
+class InSlots(nn.Linear):
+    """Returns an object with `__slots__`."""
+
+    def forward(self, inputs: Tensor) -> Slots:  # type: ignore[override]
+        return Slots(super().forward(inputs))
+
+
+def forward_in_slots(fabric: Fabric) -> str:
+    model: Any = InSlots(3, 3)
+    model, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(1, 3))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_an_output_in_which_deepspeed_finds_nothing_is_refused_at_stage_3() -> None:
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="deepspeed_stage_3", launcher="forkserver")
+    assert "hooks at stage 3 cannot search for parameters" in (fabric.launch(forward_in_slots) or "")
