@@ -76,7 +76,7 @@ class Engine(GradientSync):
         self._reached: set[Tensor] = set()  # since their gradients were last set to None
         self._placeholders: dict[Tensor, InShards] = {}
         self._unreduced: dict[Tensor, Tensor] = {}  # at stage 1, between backwards: this rank's gradients
-        self._has_gradients = self._is_reduced = self._in_backward = self._is_started = False
+        self._has_gradients = self._is_reduced = self._is_stepped = self._in_backward = self._is_started = False
         self._outside, self._leaves_inference_mode = ExitStack(), False
         self._hooks: list[RemovableHandle] = [
             each.register_post_accumulate_grad_hook(self._arrived.append)  # type: ignore[no-untyped-call]
@@ -143,7 +143,7 @@ class Engine(GradientSync):
         if self._arrived and not self._is_started:
             name, model = self._names[self._arrived[0]], type(self.module).__name__
             raise RuntimeError(_PAST_FORWARD.format(name=name, model=model))
-        self._has_gradients = self._has_gradients or bool(self._arrived)
+        self._has_gradients, self._is_stepped = self._has_gradients or bool(self._arrived), False
         self._reached.update(self._arrived)
         self._arrived.clear()
         self._set_placeholders()
@@ -306,6 +306,8 @@ class Engine(GradientSync):
             elif placeholder.is_zeroed:
                 num_zeroed += 1
         num_discarded = len(gone) + num_zeroed
+        if self._is_stepped and num_discarded < num_reached:
+            raise RuntimeError(_STEPPED.format(name=type(self.module).__name__))
         if self._has_gradients and 0 < num_discarded < num_reached:
             raise RuntimeError(_ZEROED_IN_PART.format(name=type(self.module).__name__, count=num_discarded))
         for parameter in self._reached:
@@ -337,6 +339,7 @@ class Engine(GradientSync):
             self._reduce()
             self._step_shards(optimizer)
             self.discard()
+            self._is_stepped = True
         except TypeError as error:
             if closure is None:
                 raise
@@ -492,6 +495,10 @@ _PAST_FORWARD = (
     "whose tensors cannot be found. DeepSpeed would not reduce its gradients. Call the model itself, write "
     "`logits = logits / 2`, or compute the loss in a method of the model, after `model.mark_forward_method('name')` "
     "(stages 1 and 2)."
+)
+_STEPPED = (
+    "The gradients of the last step of `{name}` were not zeroed. Plain PyTorch would use them again, and DeepSpeed has "
+    "none of them any more. Call `optimizer.zero_grad()` after each step."
 )
 _READ = (
     "that DeepSpeed keeps, in shards or not averaged yet: `parameter.grad` has no values here. To clip, or for the "
