@@ -100,8 +100,8 @@ def start_comparing(runtime: Runtime, names: Sequence[str], sentence: str, train
     a backward follows. If it does on some ranks only, the others raise at once, before they make the next collective.
     """
     checksum = zlib.crc32("\n".join(names).encode())
-    mine = torch.tensor([checksum, trains])  # on the CPU: does not wait for the device
-    gathered = runtime.collective.start_all_gather(mine)
+    # On the CPU: does not wait for the device.
+    gathered = runtime.collective.start_all_gather(torch.tensor([checksum, trains]))
 
     def compare() -> None:
         checksums, training = gathered().unbind(-1)
@@ -127,9 +127,9 @@ def _quoted(name: str | None) -> str:
 
 
 _UNEVEN = (
-    "Rank {trains} runs a forward to train while rank {evaluates} runs one to evaluate, which ran more of those: texts "
-    "that are generated to different lengths, for example. A forward all-gathers parameters, so all ranks run equally "
-    "many: go on until the last one has ended, `while fabric.all_reduce(unfinished, reduce_op='max'):`."
+    "Rank {trains} runs a forward to train while rank {evaluates} runs one to evaluate: it ran more of those, as where "
+    "texts are generated to different lengths. A forward all-gathers parameters, so all ranks run equally many: go on "
+    "while `fabric.all_reduce(unfinished, reduce_op='max')`."
 )
 _DIFFERENT = (
     "Ranks ran submodules of `{name}` in different orders. A submodule's parameters are all-gathered when it runs, and "
