@@ -21,6 +21,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.mixed_groups import step_mixed_groups
 from fabric.strategies.sharding.owners import needs_owners, refuse_shards, step_by_owners
+from fabric.strategies.tensors.parameters import refuse_shared_memory
 from fabric.strategies.undo import undo_all
 
 
@@ -38,7 +39,11 @@ def place(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], 
 
 
 def make_contiguous(module: nn.Module) -> None:
-    """Store each parameter row by row, as whoever shards it expects: some are transposed, or in `channels_last`."""
+    """Store each parameter row by row, as whoever shards it expects: some are transposed, or in `channels_last`.
+
+    Raises: ValueError: a parameter shares memory with another tensor.
+    """
+    refuse_shared_memory(module)
     for parameter in module.parameters():
         if parameter.layout is torch.strided and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
