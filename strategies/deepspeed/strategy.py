@@ -16,7 +16,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.optim import Adagrad, Optimizer
+from torch.optim import Adagrad, Optimizer, SparseAdam
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
@@ -386,17 +386,14 @@ def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Opti
             )
         if isinstance(optimizer, Adagrad):
             raise ValueError(_REPLACED)
-        if any(kind.__name__ in _NOT_ELEMENTWISE for kind in type(optimizer).__mro__):
+        if isinstance(optimizer, SparseAdam):
             raise ValueError(_DEPENDENT.format(optimizer=type(optimizer).__name__))
         if has_modes(optimizer):
             raise ValueError(_MODES.format(optimizer=type(optimizer).__name__))
-        if type(optimizer).__module__.split(".")[0] == "deepspeed":
-            continue
-        refuse_dependent([optimizer], _DEPENDENT, flat=True)
+        if type(optimizer).__name__ != "MuonWithAuxAdam" or type(optimizer).__module__.split(".")[0] != "deepspeed":
+            refuse_dependent([optimizer], _DEPENDENT, flat=True)
 
 
-_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Lamb", "Muon", "OneBitLamb", "SparseAdam", "ZeroOneAdam")
-"""Optimizers that need whole tensors or their shapes, whereas ZeRO passes slices of one flat tensor."""
 _COMPILED = (
     "`setup(torch.compile(model))` at ZeRO stage 3: DeepSpeed's hooks gather the weights around each submodule, and a "
     "model that was compiled before does not run them. Compile what `setup` returns, or use stage 2."

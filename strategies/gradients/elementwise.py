@@ -8,9 +8,9 @@ one, and nothing raises. So an optimizer that is not in the table is refused, un
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from torch.optim import Optimizer
+from torch.optim import Optimizer, Rprop
 
 Unit: TypeAlias = Literal["element", "parameter", "model"]
 
@@ -25,15 +25,14 @@ KNOWN: Mapping[Unit, Mapping[str, str]] = {
     },
     "parameter": {
         "torch": "Adafactor Muon",
-        # States that are quantised in blocks of elements, and norms of parameters.
-        "bitsandbytes": "*",
+        "deepspeed": "FusedLamb",
         "pytorch_optimizer": "LARS Lamb Muon SOAP Shampoo StableAdamW",
         "torchao": "Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8",
         "transformers": "Adafactor",
     },
     "model": {"torch": "LBFGS", "prodigyopt": "Prodigy", "pytorch_optimizer": "DAdaptAdam DAdaptSGD Prodigy"},
 }
-"""What an update is computed from: the classes of each package; `*`: all of them."""
+"""What an update is computed from: the classes of each package."""
 
 
 def has_modes(optimizer: Optimizer) -> bool:
@@ -80,4 +79,30 @@ def updates_each(optimizer: Optimizer) -> Unit | None:
     if said in KNOWN:
         return said
     package, name = type(optimizer).__module__.partition(".")[0], type(optimizer).__name__
-    return next((unit for unit, classes in KNOWN.items() if {name, "*"} & {*classes.get(package, "").split()}), None)
+    unit = next((unit for unit, classes in KNOWN.items() if name in classes.get(package, "").split()), None)
+    if package == "bitsandbytes":
+        return "element" if _is_of_32_bits(optimizer) else "parameter"
+    if getattr(optimizer, "pre_norm", False):
+        return "model"
+    return "parameter" if unit == "element" and any(map(_reads_whole, optimizer.param_groups)) else unit
+
+
+def _is_of_32_bits(optimizer: Any) -> bool:
+    """Whether an optimizer of bitsandbytes has states that are not quantised in blocks, and reads no norms."""
+    arguments = getattr(optimizer, "args", None)
+    return arguments is not None and arguments.optim_bits == 32 and arguments.max_unorm == 0
+
+
+def takes_plain_tensors(optimizer: Optimizer) -> bool:
+    """Whether the optimizer calls kernels, or operations, that raise for a `DTensor`."""
+    return type(optimizer) is Rprop or type(optimizer).__module__.partition(".")[0] in _OF_KERNELS
+
+
+_OF_KERNELS = ("apex", "bitsandbytes", "deepspeed")
+
+
+def _reads_whole(group: Mapping[str, Any]) -> bool:
+    """Whether an option of `pytorch_optimizer` or of `lion_pytorch.cautious_lion` has an optimizer that updates each
+    element alone read the norm or the mean of a whole gradient."""
+    is_cautious = group.get("cautious_factor", 1.0) < 1.0
+    return is_cautious or any(group.get(option) for option in ("adanorm", "cautious", "stable_adamw", "use_gc"))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.gradients.elementwise import updates_each
+from fabric.strategies.gradients.elementwise import takes_plain_tensors, updates_each
 from fabric.strategies.tensors.chunk import Chunk
 from fabric.strategies.tensors.chunk import whole as whole_chunk
 from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part
@@ -52,18 +52,20 @@ def owners(optimizer: Optimizer, size: int) -> dict[Tensor, int]:
 
 
 def needs_owners(optimizer: Optimizer) -> bool:
-    """Whether the optimizer computes updates from whole parameters, and has some in shards."""
-    return updates_each(optimizer) == "parameter" and _has_shards(optimizer)
+    """Whether the optimizer steps whole parameters only, and has some in shards."""
+    is_whole = updates_each(optimizer) == "parameter" or takes_plain_tensors(optimizer)
+    return is_whole and has_shards(optimizer)
 
 
-def _has_shards(optimizer: Optimizer) -> bool:
+def has_shards(optimizer: Optimizer) -> bool:
+    """Whether some of its parameters are in shards."""
     return any(as_sharded(parameter) is not None for parameter in parameters_of(optimizer))
 
 
 def refuse_shards(optimizers: Iterable[Optimizer]) -> None:
     """Raise ValueError for an optimizer that computes each step from all parameters, and has some in shards."""
     for optimizer in optimizers:
-        if updates_each(optimizer) == "model" and _has_shards(optimizer):
+        if updates_each(optimizer) == "model" and has_shards(optimizer):
             raise ValueError(_AT_ONCE.format(optimizer=type(optimizer).__name__))
 
 
@@ -299,7 +301,7 @@ _AT_ONCE = (
     "optimizer that updates each parameter by itself, such as AdamW, or pass `strategy='ddp'`."
 )
 _NO_OWNERS = (
-    "`{optimizer}` computes an update from a whole parameter, and {where} has parameters in shards. Do not shard them; "
+    "`{optimizer}` steps whole parameters, and {where} has parameters in shards. Do not shard them; "
     "or pass `strategy='fsdp'`, or a `ModelParallelStrategy` without a pipeline, whose ranks step whole parameters."
 )
 _TAKEN_OUT = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -22,6 +25,29 @@ def made(kind: type[Optimizer]) -> Optimizer:
     ("optimizer", "unit"), [(made(AdamW), "element"), (made(Adafactor), "parameter"), (made(Own), None)]
 )
 def test_the_table_knows_optimizers_by_class_and_package(optimizer: Optimizer, unit: str | None) -> None:
+    assert updates_each(optimizer) == unit
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "unit"),
+    [
+        ("lion_pytorch.Lion", {}, "element"),
+        ("lion_pytorch.cautious_lion.Lion", {}, "parameter"),
+        ("lion_pytorch.cautious_lion.Lion", {"cautious_factor": 1.0}, "element"),
+        ("pytorch_optimizer.Lion", {"use_gc": False}, "element"),
+        ("pytorch_optimizer.Lion", {"use_gc": True}, "parameter"),
+        ("pytorch_optimizer.AdaBelief", {"adanorm": True}, "parameter"),
+        ("pytorch_optimizer.ADOPT", {"stable_adamw": True}, "parameter"),
+        ("pytorch_optimizer.Lamb", {}, "parameter"),
+        ("pytorch_optimizer.Lamb", {"pre_norm": True}, "model"),
+        ("bitsandbytes.optim.AdamW", {}, "element"),
+        ("bitsandbytes.optim.AdamW", {"optim_bits": 8}, "parameter"),
+        ("bitsandbytes.optim.LAMB32bit", {}, "parameter"),
+    ],
+)
+def test_what_an_update_is_computed_from_may_depend_on_an_option(name: str, options: dict[str, Any], unit: str) -> None:
+    package, _, kind = name.rpartition(".")
+    optimizer: Optimizer = getattr(import_module(package), kind)([nn.Parameter(torch.ones(3, 2))], lr=0.1, **options)
     assert updates_each(optimizer) == unit
 
 
