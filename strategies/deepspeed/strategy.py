@@ -33,7 +33,7 @@ from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, clo
 from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
 from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.gradients.elementwise import has_modes, refuse_dependent
+from fabric.strategies.gradients.elementwise import MODES, has_modes, refuse_dependent
 from fabric.strategies.gradients.sync import LocalGradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.copies import own_hooks, refuse_copies
@@ -389,7 +389,7 @@ def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Opti
         if isinstance(optimizer, SparseAdam):
             raise ValueError(_DEPENDENT.format(optimizer=type(optimizer).__name__))
         if has_modes(optimizer):
-            raise ValueError(_MODES.format(optimizer=type(optimizer).__name__))
+            raise ValueError(MODES.format(optimizer=type(optimizer).__name__))
         if type(optimizer).__name__ != "MuonWithAuxAdam" or type(optimizer).__module__.split(".")[0] != "deepspeed":
             refuse_dependent([optimizer], _DEPENDENT, flat=True)
 
@@ -405,11 +405,6 @@ _LATER = (
 _ONE_OPTIMIZER = (
     "a DeepSpeed engine has one. Make one optimizer with several parameter groups, or set up each part of the model "
     "with its own."
-)
-_MODES = (
-    "`{optimizer}` writes other weights into the parameters in `eval()` and `train()`, and ZeRO passes an optimizer "
-    "slices that it copies to the model in `step` alone: an evaluation would use the weights of the last step. Pass "
-    "`strategy='ddp'` or `strategy='fsdp'`."
 )
 _REPLACED = (
     "`Adagrad` in `setup`: DeepSpeed replaces it by another object, which `optimizer.step()` and learning-rate "

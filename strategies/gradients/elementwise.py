@@ -41,7 +41,7 @@ def has_modes(optimizer: Optimizer) -> bool:
     return all(callable(getattr(type(optimizer), name, None)) for name in ("train", "eval"))
 
 
-_MODES = (
+MODES = (
     "`{optimizer}` writes other weights into the parameters in `eval()` and `train()`, and here a rank has the state "
     "of some parameters only. Pass `strategy='ddp'` without `shard_optimizer`, or `strategy='fsdp'`."
 )
@@ -56,7 +56,7 @@ def refuse_dependent(optimizers: Sequence[Optimizer], sentence: str, *, flat: bo
     for optimizer in optimizers:
         unit, name = updates_each(optimizer), type(optimizer).__name__
         if not flat and has_modes(optimizer):
-            raise ValueError(_MODES.format(optimizer=name))
+            raise ValueError(MODES.format(optimizer=name))
         if unit is None:
             raise ValueError(_UNKNOWN.format(optimizer=name, unit="element" if flat else "parameter"))
         if unit == "model" or (flat and unit == "parameter"):
@@ -80,25 +80,18 @@ def updates_each(optimizer: Optimizer) -> Unit | None:
         return said
     package, name = type(optimizer).__module__.partition(".")[0], type(optimizer).__name__
     unit = next((unit for unit, classes in KNOWN.items() if name in classes.get(package, "").split()), None)
-    if package == "bitsandbytes":
-        return "element" if _is_of_32_bits(optimizer) else "parameter"
+    if package == "bitsandbytes":  # states of 8 bits are quantised in blocks of elements, `max_unorm` limits a norm
+        arguments = getattr(optimizer, "args", None)
+        return "element" if arguments and arguments.optim_bits == 32 and not arguments.max_unorm else "parameter"
     if getattr(optimizer, "pre_norm", False):
         return "model"
     return "parameter" if unit == "element" and any(map(_reads_whole, optimizer.param_groups)) else unit
 
 
-def _is_of_32_bits(optimizer: Any) -> bool:
-    """Whether an optimizer of bitsandbytes has states that are not quantised in blocks, and reads no norms."""
-    arguments = getattr(optimizer, "args", None)
-    return arguments is not None and arguments.optim_bits == 32 and arguments.max_unorm == 0
-
-
 def takes_plain_tensors(optimizer: Optimizer) -> bool:
     """Whether the optimizer calls kernels, or operations, that raise for a `DTensor`."""
-    return type(optimizer) is Rprop or type(optimizer).__module__.partition(".")[0] in _OF_KERNELS
-
-
-_OF_KERNELS = ("apex", "bitsandbytes", "deepspeed")
+    kind = type(optimizer)
+    return kind is Rprop or kind.__module__.partition(".")[0] in ("apex", "bitsandbytes", "deepspeed")
 
 
 def _reads_whole(group: Mapping[str, Any]) -> bool:

@@ -86,6 +86,16 @@ def step_by_owners(collective: Collective, optimizers: Iterable[Optimizer]) -> C
     return undo_all(undo for optimizer in optimizers for undo in _OwnedSteps(collective, optimizer).attach())
 
 
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[Callable[[], Any]], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of `step`, of which `call(closure)` is called in place of a closure; None if there is none."""
+    if len(args) > 1 and args[1] is not None:  # args[0] is the optimizer
+        return (args[0], partial(call, args[1]), *args[2:]), kwargs
+    closure = kwargs.get("closure")
+    return None if closure is None else (args, {**kwargs, "closure": partial(call, closure)})
+
+
 @final
 class _OwnedSteps:
     """The steps of one optimizer."""
@@ -135,14 +145,10 @@ class _OwnedSteps:
         if self._groups:
             self._put_back()
             raise RuntimeError(_NOT_OVER.format(optimizer=type(optimizer).__name__))
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None:
+        replaced = with_closure(args, kwargs, self._call)
+        if replaced is None:
             self._take()
-            return None
-        with_gradients = partial(self._call, closure)
-        if len(args) > 1:
-            return (optimizer, with_gradients, *args[2:]), kwargs
-        return args, {**kwargs, "closure": with_gradients}
+        return replaced
 
     def _call(self, closure: Callable[[], Any]) -> Any:
         """The user's closure, which computes all gradients anew, in the middle of a step."""

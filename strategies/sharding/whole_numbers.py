@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabric.strategies.gradients.elementwise import updates_each
-from fabric.strategies.sharding.owners import has_shards
+from fabric.strategies.sharding.owners import has_shards, with_closure
 from fabric.strategies.tensors.dtensor import as_sharded, whole
 from fabric.strategies.undo import undo_all
 
@@ -28,13 +27,10 @@ def step_with_whole_numbers(optimizers: Iterable[Optimizer]) -> Callable[[], Non
 
     Ranks: from then on all that hold shards call `step`, and read the same numbers in the same order.
     """
-    undos = []
-    for optimizer in optimizers:
-        if updates_each(optimizer) is None and has_shards(optimizer):
-            numbers = _WholeNumbers()
-            undos.append(optimizer.register_step_pre_hook(numbers.before_step).remove)
-            undos.append(optimizer.register_step_post_hook(numbers.after_step).remove)
-    return undo_all(undos)
+    readers = [(each, _WholeNumbers()) for each in optimizers if updates_each(each) is None and has_shards(each)]
+    before = [each.register_step_pre_hook(numbers.before_step).remove for each, numbers in readers]
+    after = [each.register_step_post_hook(numbers.after_step).remove for each, numbers in readers]
+    return undo_all(before + after)
 
 
 @final
@@ -45,14 +41,13 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.enter(True)
-        if len(args) > 1 and args[1] is not None:  # args[0] is the optimizer
-            args = (optimizer, partial(self._outside, args[1]), *args[2:])
-        if kwargs.get("closure") is not None:
-            kwargs = {**kwargs, "closure": partial(self._outside, kwargs["closure"])}
-        return args, kwargs
+        return with_closure(args, kwargs, self._outside)
 
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.enter(False)
+        for entries in optimizer.state.values():
+            if isinstance(entries, dict):
+                entries.update({name: _added_up(value) for name, value in entries.items()})
 
     def enter(self, is_entered: bool) -> None:
         """Enter the context, or leave it; nothing where that is so already: a step may have raised."""
@@ -62,11 +57,21 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _outside(self, closure: Callable[[], Any]) -> Any:
         self.enter(False)
-        try:
-            return closure()
-        finally:
-            self.enter(True)
+        loss = closure()
+        self.enter(True)
+        return loss
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sharded = as_sharded(args[0]) if func in DECISIONS else None
         return func(*args, **(kwargs or {})) if sharded is None else func(whole(sharded), *args[1:], **(kwargs or {}))
+
+
+def _added_up(value: Any) -> Any:
+    """A sum or norm of which each rank has that of its shard (`Partial`), so that it is saved and loaded as a number of
+    the whole tensor; other values unchanged."""
+    sharded = as_sharded(value)
+    if sharded is None or not any(each.is_partial() for each in sharded.placements):
+        return value
+    from torch.distributed.tensor import Replicate
+
+    return sharded.redistribute(placements=[Replicate() if each.is_partial() else each for each in sharded.placements])

@@ -66,7 +66,7 @@ class Spectral(Optimizer):
 
 
 class Trusting(Optimizer):
-    """In no table. Reads norms as numbers, decides by one, and calls its closure."""
+    """In no table. Reads norms as numbers, decides by one, calls its closure, and has sums of gradients as states."""
 
     def __init__(self, parameters: Any, lr: float = 0.05) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -81,7 +81,9 @@ class Trusting(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None and (parameter.grad > 1e-3).any():
                     trust = parameter.norm().item() / (1e-3 + float(parameter.grad.norm()))
-                    parameter.sub_(parameter.grad, alpha=group["lr"] * min(trust, 2.0))
+                    squares, state = parameter.grad.square().sum(), self.state[parameter]
+                    state["sum"] = state["sum"] + squares if state else squares
+                    parameter.sub_(parameter.grad / (1 + state["sum"]), alpha=group["lr"] * min(trust, 2.0))
         return loss
 
 
