@@ -16,7 +16,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.optim import Adagrad, Optimizer, SparseAdam
+from torch.optim import Adagrad, Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
@@ -386,8 +386,6 @@ def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Opti
             )
         if isinstance(optimizer, Adagrad):
             raise ValueError(_REPLACED)
-        if isinstance(optimizer, SparseAdam):
-            raise ValueError(_DEPENDENT.format(optimizer=type(optimizer).__name__))
         if has_modes(optimizer):
             raise ValueError(MODES.format(optimizer=type(optimizer).__name__))
         if type(optimizer).__name__ != "MuonWithAuxAdam" or type(optimizer).__module__.split(".")[0] != "deepspeed":

@@ -74,6 +74,7 @@ def updates_each(optimizer: Optimizer) -> Unit | None:
     """What an update is computed from: an element, a parameter, or all of them; None: not known.
 
     What the program says in `optimizer.updates_each`, of the object or its class, goes before the table.
+    Raises: ValueError: some parameters have options of their own, which bitsandbytes finds by object and place.
     """
     said: Unit | None = getattr(optimizer, "updates_each", None)
     if said in KNOWN:
@@ -81,11 +82,19 @@ def updates_each(optimizer: Optimizer) -> Unit | None:
     package, name = type(optimizer).__module__.partition(".")[0], type(optimizer).__name__
     unit = next((unit for unit, classes in KNOWN.items() if name in classes.get(package, "").split()), None)
     if package == "bitsandbytes":  # states of 8 bits are quantised in blocks of elements, `max_unorm` limits a norm
-        arguments = getattr(optimizer, "args", None)
+        arguments, manager = getattr(optimizer, "args", None), getattr(optimizer, "mng", None)
+        if manager and (manager.pid2config or manager.module_weight_config_triple):
+            raise ValueError(_OVERRIDES.format(optimizer=name))
         return "element" if arguments and arguments.optim_bits == 32 and not arguments.max_unorm else "parameter"
     if getattr(optimizer, "pre_norm", False):
         return "model"
     return "parameter" if unit == "element" and any(map(_reads_whole, optimizer.param_groups)) else unit
+
+
+_OVERRIDES = (
+    "`{optimizer}` finds options of single parameters (`GlobalOptimManager`, `bnb.nn.StableEmbedding`) by their objects "
+    "and places in a group, which are others here. Pass `strategy='ddp'`, without `shard_optimizer`."
+)
 
 
 def takes_plain_tensors(optimizer: Optimizer) -> bool:

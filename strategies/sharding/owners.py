@@ -53,8 +53,7 @@ def owners(optimizer: Optimizer, size: int) -> dict[Tensor, int]:
 
 def needs_owners(optimizer: Optimizer) -> bool:
     """Whether the optimizer steps whole parameters only, and has some in shards."""
-    is_whole = updates_each(optimizer) == "parameter" or takes_plain_tensors(optimizer)
-    return is_whole and has_shards(optimizer)
+    return has_shards(optimizer) and (takes_plain_tensors(optimizer) or updates_each(optimizer) == "parameter")
 
 
 def has_shards(optimizer: Optimizer) -> bool:
@@ -65,7 +64,7 @@ def has_shards(optimizer: Optimizer) -> bool:
 def refuse_shards(optimizers: Iterable[Optimizer]) -> None:
     """Raise ValueError for an optimizer that computes each step from all parameters, and has some in shards."""
     for optimizer in optimizers:
-        if updates_each(optimizer) == "model" and has_shards(optimizer):
+        if has_shards(optimizer) and updates_each(optimizer) == "model":
             raise ValueError(_AT_ONCE.format(optimizer=type(optimizer).__name__))
 
 

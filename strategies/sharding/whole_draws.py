@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
-from fabric.strategies.sharding.whole_numbers import DECISIONS
 from fabric.strategies.tensors.dtensor import as_sharded, local_part, shard_like, whole
 
 _ops = torch.ops.aten
+_DECISIONS = (_ops.any.default, _ops.all.default, _ops._local_scalar_dense.default)
 
 
 @final
@@ -39,7 +39,7 @@ class WholeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sharded = as_sharded(args[0]) if args else None
         if sharded is None:
             return func(*args, **kwargs)
-        if func in DECISIONS:
+        if func in _DECISIONS:
             return func(whole(sharded), *args[1:], **kwargs)
         empty = partial(torch.empty, dtype=sharded.dtype, device=self._device)
         if func is _ops.new_empty.default:  # for `orthogonal_`: with the full size

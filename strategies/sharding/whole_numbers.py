@@ -1,7 +1,7 @@
-"""Optimizers that are in no table step `DTensor`s: the numbers that they read in a step are those of full tensors.
+"""Optimizers that are in no table step `DTensor`s: sums and norms in a step are those of full tensors at once.
 
-`item()` of a norm, a sum or a maximum of a DTensor is that of this rank's shard (torch 2.13): `if norm > 1:` and
-`lr * float(norm)` are something else on each rank, and nothing raises.
+torch 2.13 adds up those of shards as late as it can, and not at all for `item()`, `float` and `if`, which read that of
+this rank's shard: `lr * float(norm)` is something else on each rank, and nothing raises.
 """
 
 from __future__ import annotations
@@ -9,25 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
-import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabric.strategies.gradients.elementwise import updates_each
 from fabric.strategies.sharding.owners import has_shards, with_closure
-from fabric.strategies.tensors.dtensor import as_sharded, whole
+from fabric.strategies.tensors.dtensor import as_sharded
+from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.undo import undo_all
-
-DECISIONS = (torch.ops.aten.any.default, torch.ops.aten.all.default, torch.ops.aten._local_scalar_dense.default)
-"""Operations whose results are numbers of the program, or soon will be."""
 
 
 def step_with_whole_numbers(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
-    """Within each step of those that are in no table, read numbers of full tensors. Returns what undoes it.
+    """Within each step of those that are in no table, add up numbers of shards. Returns what undoes it.
 
-    Ranks: from then on all that hold shards call `step`, and read the same numbers in the same order.
+    Ranks: from then on all that hold shards call `step`, with the same operations in the same order.
     """
-    readers = [(each, _WholeNumbers()) for each in optimizers if updates_each(each) is None and has_shards(each)]
+    readers = [(each, _WholeNumbers()) for each in optimizers if has_shards(each) and updates_each(each) is None]
     before = [each.register_step_pre_hook(numbers.before_step).remove for each, numbers in readers]
     after = [each.register_step_post_hook(numbers.after_step).remove for each, numbers in readers]
     return undo_all(before + after)
@@ -35,7 +33,7 @@ def step_with_whole_numbers(optimizers: Iterable[Optimizer]) -> Callable[[], Non
 
 @final
 class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context: numbers that are read from a sharded tensor are those of the full tensor. Closures run outside of it."""
+    """Context: no result of an operation is a sum of which each rank has a part. Closures run outside of it."""
 
     is_entered = False
 
@@ -45,9 +43,6 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.enter(False)
-        for entries in optimizer.state.values():
-            if isinstance(entries, dict):
-                entries.update({name: _added_up(value) for name, value in entries.items()})
 
     def enter(self, is_entered: bool) -> None:
         """Enter the context, or leave it; nothing where that is so already: a step may have raised."""
@@ -62,16 +57,13 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return loss
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        sharded = as_sharded(args[0]) if func in DECISIONS else None
-        return func(*args, **(kwargs or {})) if sharded is None else func(whole(sharded), *args[1:], **(kwargs or {}))
+        return map_only_tensors(_added_up, func(*args, **(kwargs or {})))
 
 
-def _added_up(value: Any) -> Any:
-    """A sum or norm of which each rank has that of its shard (`Partial`), so that it is saved and loaded as a number of
-    the whole tensor; other values unchanged."""
-    sharded = as_sharded(value)
+def _added_up(result: Tensor) -> Tensor:
+    sharded = as_sharded(result)
     if sharded is None or not any(each.is_partial() for each in sharded.placements):
-        return value
+        return result
     from torch.distributed.tensor import Replicate
 
     return sharded.redistribute(placements=[Replicate() if each.is_partial() else each for each in sharded.placements])

@@ -51,6 +51,18 @@ def test_what_an_update_is_computed_from_may_depend_on_an_option(name: str, opti
     assert updates_each(optimizer) == unit
 
 
+def test_options_of_single_parameters_of_bitsandbytes_are_refused_where_ranks_have_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from bitsandbytes.optim import AdamW8bit
+
+    layer = nn.Linear(3, 2)
+    optimizer = AdamW8bit(layer.parameters())
+    monkeypatch.setattr(optimizer.mng, "module_weight_config_triple", [(layer, "weight", {"optim_bits": 32})])
+    with pytest.raises(ValueError, match=r"`AdamW8bit` finds options of single parameters .* Pass `strategy='ddp'`"):
+        refuse_dependent([optimizer], "no `{optimizer}`", flat=False)
+
+
 def test_the_table_names_every_optimizer_of_torch() -> None:
     kinds = {name for name, one in vars(torch.optim).items() if isinstance(one, type) and issubclass(one, Optimizer)}
     assert kinds - {"Optimizer"} == {name for classes in KNOWN.values() for name in classes["torch"].split()}
