@@ -92,8 +92,8 @@ def updates_each(optimizer: Optimizer) -> Unit | None:
 
 
 _OVERRIDES = (
-    "`{optimizer}` finds options of single parameters (`GlobalOptimManager`, `bnb.nn.StableEmbedding`) by their objects "
-    "and places in a group, which are others here. Pass `strategy='ddp'`, without `shard_optimizer`."
+    "`{optimizer}` finds options of single parameters (`GlobalOptimManager`, `bnb.nn.StableEmbedding`) by their object "
+    "and place in a group, which are others here. Pass `strategy='ddp'`, without `shard_optimizer`."
 )
 
 
