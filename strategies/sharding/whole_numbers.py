@@ -25,7 +25,8 @@ def step_with_whole_numbers(optimizers: Iterable[Optimizer]) -> Callable[[], Non
 
     Ranks: from then on all that hold shards call `step`, with the same operations in the same order.
     """
-    readers = [(each, _WholeNumbers()) for each in optimizers if has_shards(each) and updates_each(each) is None]
+    unknown = [each for each in optimizers if has_shards(each) and updates_each(each) is None]
+    readers = [(each, _WholeNumbers()) for each in unknown]  # type: ignore[no-untyped-call]
     before = [each.register_step_pre_hook(numbers.before_step).remove for each, numbers in readers]
     after = [each.register_step_post_hook(numbers.after_step).remove for each, numbers in readers]
     return undo_all(before + after)
@@ -48,7 +49,7 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Enter the context, or leave it; nothing where that is so already: a step may have raised."""
         if is_entered != self.is_entered:
             self.is_entered = is_entered
-            self.__enter__() if is_entered else self.__exit__(None, None, None)
+            self.__enter__() if is_entered else self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _outside(self, closure: Callable[[], Any]) -> Any:
         self.enter(False)
