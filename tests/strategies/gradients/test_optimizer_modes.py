@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Optimizer
 
-from fabric import Fabric
+from fabric import CheckpointError, Fabric
 from fabric.strategies import DDPStrategy, Strategy
 
 ZERO = DDPStrategy(shard_optimizer=True)
@@ -133,12 +133,9 @@ class Nested(SGD):
     def state_dict(self) -> dict[str, Any]:
         return {"within": super().state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict["within"])
 
-
-def resume_nested(fabric: Fabric, path: str) -> Tensor:
-    """The momentum, saved after two steps and loaded."""
+def save_nested(fabric: Fabric, path: str) -> None:
+    """Two steps, a save, and a load, which is refused."""
     model = nn.Linear(2, 2)
     model, optimizer = fabric.setup(model, Nested(model.parameters(), lr=0.1, momentum=0.9))
     for _ in range(2):
@@ -146,17 +143,14 @@ def resume_nested(fabric: Fabric, path: str) -> Tensor:
         fabric.backward(model(torch.ones(1, 2, device=fabric.device)).sum())
         optimizer.step()
     fabric.save(path, {"optimizer": optimizer})
-    other = nn.Linear(2, 2)
-    other, loaded = fabric.setup(other, Nested(other.parameters(), lr=0.1, momentum=0.9))
-    fabric.load(path, {"optimizer": loaded})
-    momentum: Tensor = loaded.state[other.weight]["momentum_buffer"]
-    return momentum.cpu()
+    with pytest.raises(CheckpointError, match="not the state of an optimizer, but a `dict`"):
+        fabric.load(path, {"optimizer": optimizer})
 
 
 @pytest.mark.slow
-def test_a_state_dict_of_another_form_than_torchs_is_saved_and_loaded_under_ddp(tmp_path: Path) -> None:
+def test_an_optimizer_with_a_state_dict_of_its_own_form_trains_and_is_saved_under_ddp(tmp_path: Path) -> None:
     fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="ddp", launcher="forkserver")
-    torch.testing.assert_close(fabric.launch(resume_nested, str(tmp_path / "state")), torch.full((2, 2), 1.9))
+    fabric.launch(save_nested, str(tmp_path / "state"))
 
 
 def set_up(fabric: Fabric, name: str, part: str) -> None:
