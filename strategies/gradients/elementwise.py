@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from torch.optim import Optimizer, Rprop
+from torch.optim import Optimizer
 
 Unit: TypeAlias = Literal["element", "parameter", "model"]
 
@@ -99,8 +99,9 @@ _OVERRIDES = (
 
 def takes_plain_tensors(optimizer: Optimizer) -> bool:
     """Whether the optimizer calls kernels, or operations, that raise for a `DTensor`."""
-    kind = type(optimizer)
-    return kind is Rprop or kind.__module__.partition(".")[0] in ("apex", "bitsandbytes", "deepspeed")
+    package, name = type(optimizer).__module__.partition(".")[0], type(optimizer).__name__
+    lacks_rules = f"{package}.{name}" in ("pytorch_optimizer.ADOPT", "pytorch_optimizer.SGDW", "torch.Rprop")
+    return lacks_rules or package in ("apex", "bitsandbytes", "deepspeed")
 
 
 def _reads_whole(group: Mapping[str, Any]) -> bool:

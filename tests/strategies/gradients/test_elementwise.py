@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from fabric.strategies.gradients.elementwise import KNOWN, refuse_dependent, updates_each
+from fabric.strategies.gradients.elementwise import KNOWN, refuse_dependent, takes_plain_tensors, updates_each
 
 
 class Own(SGD):
@@ -49,6 +49,7 @@ def test_what_an_update_is_computed_from_may_depend_on_an_option(name: str, opti
     package, _, kind = name.rpartition(".")
     optimizer: Optimizer = getattr(import_module(package), kind)([nn.Parameter(torch.ones(3, 2))], lr=0.1, **options)
     assert updates_each(optimizer) == unit
+    assert takes_plain_tensors(optimizer) == (package.startswith("bitsandbytes") or kind == "ADOPT")
 
 
 def test_options_of_single_parameters_of_bitsandbytes_are_refused_where_ranks_have_parts(
