@@ -24,6 +24,7 @@ FUNCTIONS = {
     "torch:set_grad_enabled": "torch:is_grad_enabled",
     "torch:set_deterministic_debug_mode": "torch:get_deterministic_debug_mode",
     "torch:set_float32_matmul_precision": "torch:get_float32_matmul_precision",
+    "torch.autograd:set_detect_anomaly": "torch:is_anomaly_enabled",
     **{f"torch.backends.cuda:enable_{kind}_sdp": f"torch.backends.cuda:{kind}_sdp_enabled" for kind in ATTENTION},
     "torch:manual_seed": "torch:initial_seed",  # of all devices
     "torch:set_rng_state": "torch:get_rng_state",
@@ -32,6 +33,8 @@ FUNCTIONS = {
 }
 """Functions that set something, each with the one that reads it."""
 FLAGS = (
+    "torch.utils:deterministic.fill_uninitialized_memory",
+    "torch.backends:mkldnn.enabled",
     *(f"torch.backends:cudnn.{flag}" for flag in ("enabled", "benchmark", "deterministic", "allow_tf32")),
     *(f"torch.backends:cuda.matmul.allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")),
     *(f"torch.backends:{place}.fp32_precision" for place in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")),

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard, final
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from fabric.strategies.checkpoint.stored import in_memory, mapped_module
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 from fabric.strategies.tensors.dtensor import gathered_weight
+from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.wrapped import is_wrapped, plain_state, plain_tensors
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -398,8 +400,12 @@ def _shown(entry: Any) -> Any:
 def map_state(content: dict[str, Any], function: Callable[[Any, str, Any], Any]) -> dict[str, Any]:
     """A state dict of an optimizer, with `function(index, name, value)` in place of each value of a parameter's state.
 
-    In the order of indices; what is not of a parameter, under a string, stays and comes last.
+    In the order of indices; what is not of a parameter, under a string, stays and comes last. The state dict of an
+    optimizer around another one may have a form of its own: then, of each tensor.
     """
+    if "state" not in content:
+        of_each: dict[str, Any] = map_only_tensors(partial(function, None, ""), content)
+        return of_each
     items = sorted(content["state"].items(), key=lambda item: (isinstance(item[0], str), item[0]))
     states = {
         index: {name: function(index, name, value) for name, value in entries.items()}

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.ddp.comm_hooks import register
+from fabric.strategies.gradients.reentrant import one_gradient_each
 from fabric.strategies.gradients.scaling import Factor, scale_gradients
 from fabric.strategies.gradients.sync import GRAPH_OF_GRADIENTS, CallModule, Finish, GradientSync, end_reducer
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
@@ -47,6 +48,7 @@ class DDPGradientSync(GradientSync):
         self.states: list[Any] = []  # of the parameters when `parallel` was created
         self.parameters: list[nn.Parameter] = []
         self.parallel: DistributedDataParallel | None = None
+        self.is_new = False  # `parallel` has averaged nothing yet
         self.alike: Contents | None = None  # tensors that were broadcast from rank 0
         if self.contents.trainable():
             self._arrange()
@@ -132,6 +134,7 @@ class DDPGradientSync(GradientSync):
         broadcast_from_rank_zero(self.collective, self.contents.new_since(self.alike))
         self.alike, self.parameters = self.contents, self.contents.trainable()
         self.states = list(map(_state, self.contents.parameters))
+        self.is_new = not options.static_graph  # that one waits for all gradients
 
     def watch(self) -> Finish | None:
         # Note [Gradients that were not averaged]
@@ -146,6 +149,7 @@ class DDPGradientSync(GradientSync):
         versions: list[int] = []
         if any(map(is_not, before, repeat(None))):
             versions = [-1 if grad is None else grad._version for grad in before]
+        refuse_twice = one_gradient_each(parameters) if self.is_new and self.collective.size > 1 else None
 
         def check() -> None:
             changed = list(map(is_not, map(_grad, parameters), before))
@@ -154,9 +158,11 @@ class DDPGradientSync(GradientSync):
                     changed[index] |= parameter.grad is not None and parameter.grad._version != version
             if not any(changed):
                 return
+            if refuse_twice is not None:
+                refuse_twice()
             if not self.expects_backward:
                 raise RuntimeError(_NOT_AVERAGED.format(name=type(self.module).__name__))
-            self.expects_backward = False
+            self.expects_backward = self.is_new = False
             if self.needs_all and not all(changed):
                 # Torch waits for them without a message, the rest of their buckets not averaged, and raises one step
                 # late.

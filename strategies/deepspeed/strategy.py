@@ -33,7 +33,7 @@ from fabric.strategies.deepspeed.init_module import hide_shapes, in_shards
 from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
 from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.gradients.elementwise import has_modes, refuse_dependent
+from fabric.strategies.gradients.elementwise import MODES, has_modes, refuse_dependent
 from fabric.strategies.gradients.sync import LocalGradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.copies import own_hooks, refuse_copies
@@ -358,17 +358,12 @@ def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Opti
             )
         if isinstance(optimizer, Adagrad):
             raise ValueError(_REPLACED)
-        if any(kind.__name__ in _NOT_ELEMENTWISE for kind in type(optimizer).__mro__):
-            raise ValueError(_DEPENDENT.format(optimizer=type(optimizer).__name__))
         if has_modes(optimizer):
-            raise ValueError(_MODES.format(optimizer=type(optimizer).__name__))
-        if type(optimizer).__module__.split(".")[0] == "deepspeed":
-            continue
-        refuse_dependent([optimizer], _DEPENDENT, flat=True)
+            raise ValueError(MODES.format(optimizer=type(optimizer).__name__))
+        if type(optimizer).__name__ != "MuonWithAuxAdam" or type(optimizer).__module__.split(".")[0] != "deepspeed":
+            refuse_dependent([optimizer], _DEPENDENT, flat=True)
 
 
-_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Lamb", "Muon", "OneBitLamb", "SparseAdam", "ZeroOneAdam")
-"""Optimizers that need whole tensors or their shapes, whereas ZeRO passes slices of one flat tensor."""
 _COMPILED = (
     "`setup(torch.compile(model))` at ZeRO stage 3: DeepSpeed's hooks gather the weights around each submodule, and a "
     "model that was compiled before does not run them. Compile what `setup` returns, or use stage 2."
@@ -380,11 +375,6 @@ _LATER = (
 _ONE_OPTIMIZER = (
     "a DeepSpeed engine has one. Make one optimizer with several parameter groups, or set up each part of the model "
     "with its own."
-)
-_MODES = (
-    "`{optimizer}` writes other weights into the parameters in `eval()` and `train()`, and ZeRO passes an optimizer "
-    "slices that it copies to the model in `step` alone: an evaluation would use the weights of the last step. Pass "
-    "`strategy='ddp'` or `strategy='fsdp'`."
 )
 _REPLACED = (
     "`Adagrad` in `setup`: DeepSpeed replaces it by another object, which `optimizer.step()` and learning-rate "

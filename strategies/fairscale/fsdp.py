@@ -48,7 +48,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target, releases
-from fabric.strategies.tensors.parameters import parameters_of, refuse_tied_apart
+from fabric.strategies.tensors.parameters import parameters_of, refuse_shared_memory, refuse_tied_apart
 from fabric.strategies.tensors.wrapped import refuse_wrapped_in_flat
 from fabric.strategies.undo import undo_all
 
@@ -119,6 +119,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
         place(runtime, module, optimizers, move=move)
         if runtime.world.size == 1:
             return replica(runtime, module, optimizers)
+        refuse_shared_memory(module)
         refuse_wrapped("ddp_fully_sharded", module)
         refuse_sparse_layers("ddp_fully_sharded", module)
         refuse_wrapped_in_flat(module, "ddp_fully_sharded")

@@ -44,6 +44,7 @@ from fabric.strategies.fairscale.library import (
     why_not,
 )
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
+from fabric.strategies.gradients.reentrant import one_gradient_each
 from fabric.strategies.gradients.sync import CallModule, Finish, GradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import AddedParameters
@@ -56,7 +57,7 @@ from fabric.strategies.sharding.owners import refuse_part
 from fabric.strategies.sharding.owners_state import OwnersState
 from fabric.strategies.target import Target, releases
 from fabric.strategies.tensors.in_shards import InShards
-from fabric.strategies.tensors.parameters import name_some, parameters_of
+from fabric.strategies.tensors.parameters import name_some, parameters_of, refuse_shared_memory
 from fabric.strategies.undo import undo_all
 
 
@@ -99,6 +100,7 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
         place(runtime, module, optimizers, move=move)
         if runtime.world.size == 1:
             return replica(runtime, module, optimizers)
+        refuse_shared_memory(module)
         refuse_wrapped("ddp_sharded", module)
         refuse_sparse_layers("ddp_sharded", module)
         refuse_optimizers("ddp_sharded", optimizers, (), flat=False)
@@ -194,6 +196,8 @@ class FairScaleShardedGradientSync(GradientSync):
         self.in_buckets: dict[Tensor, Tensor] = {}
         """The memory of each parameter, in the buckets that FairScale broadcasts after a step."""
         self.trainable: list[bool] = []
+        self.is_new = False
+        """Whether no backward has averaged gradients since the trained parameters changed."""
         self._refresh_trainable()
         self.detach = undo_all(undo for optimizer in optimizers for undo in self._attach(optimizer))
 
@@ -226,10 +230,10 @@ class FairScaleShardedGradientSync(GradientSync):
         if not self.synced:
             return partial(self._check_unsynced, aside)
         self.parallel._bucket_flush_callback_set = True  # FairScale need not wait for the messages: the check does
-        return partial(self._check_synced, aside)
+        return partial(self._check_synced, aside, one_gradient_each(self.owner) if self.is_new else None)
 
     @torch.no_grad()
-    def _check_synced(self, aside: list[tuple[Tensor, Tensor]]) -> None:
+    def _check_synced(self, aside: list[tuple[Tensor, Tensor]], refuse_twice: Finish | None) -> None:
         waiting = self.parallel._grad_to_be_reduced
         reduced = [p for p, waits in zip(self.parallel._trainable_params, waiting, strict=True) if not waits]
         if reduced and any(waiting):  # before waiting for reductions: those of other ranks may be of other parameters
@@ -240,6 +244,9 @@ class FairScaleShardedGradientSync(GradientSync):
             word = type(self.module).__name__
             raise RuntimeError(UNUSED.format(count=len(missing), name=word, some=name_some(missing)))
         self.parallel._consume_work_handles()
+        if refuse_twice is not None:
+            refuse_twice()
+            self.is_new = not reduced
         for parameter, average in aside:
             parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
         for parameter in reduced:
@@ -262,7 +269,7 @@ class FairScaleShardedGradientSync(GradientSync):
         """Reduce the gradients of parameters that require gradients now."""
         trainable = [parameter.requires_grad for parameter in self.owner]
         if trainable != self.trainable:
-            self.trainable = trainable
+            self.trainable, self.is_new = trainable, True
             self.parallel._grad_to_be_reduced = []
             with root_logger_untouched(), torch.enable_grad():
                 self.parallel.refresh_trainable()

@@ -21,6 +21,8 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.mixed_groups import step_mixed_groups
 from fabric.strategies.sharding.owners import needs_owners, refuse_shards, step_by_owners
+from fabric.strategies.sharding.whole_numbers import step_with_whole_numbers
+from fabric.strategies.tensors.parameters import refuse_shared_memory
 from fabric.strategies.undo import undo_all
 
 
@@ -38,7 +40,11 @@ def place(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], 
 
 
 def make_contiguous(module: nn.Module) -> None:
-    """Store each parameter row by row, as whoever shards it expects: some are transposed, or in `channels_last`."""
+    """Store each parameter row by row, as whoever shards it expects: some are transposed, or in `channels_last`.
+
+    Raises: ValueError: a parameter shares memory with another tensor.
+    """
+    refuse_shared_memory(module)
     for parameter in module.parameters():
         if parameter.layout is torch.strided and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -98,6 +104,7 @@ def attach_to_steps(runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callab
         (
             attach_scaler(runtime.loss_scaler, optimizers),
             step_mixed_groups(each for each in optimizers if each not in owned),
+            step_with_whole_numbers(optimizers),
             step_by_owners(runtime.collective, owned),
         )
     )

@@ -82,7 +82,8 @@ class ExecutionOrder:
 
     @disable_dynamo
     def _start(self) -> None:
-        self._compare = start_comparing(self._runtime, list(self._ran), self._sentence)
+        trains = self._module.training and torch.is_grad_enabled()
+        self._compare = start_comparing(self._runtime, list(self._ran), self._sentence, trains=trains)
 
     @disable_dynamo
     def _finish(self, *_: Any) -> None:
@@ -91,17 +92,22 @@ class ExecutionOrder:
             compare()
 
 
-def start_comparing(runtime: Runtime, names: Sequence[str], sentence: str) -> Callable[[], None]:
+def start_comparing(runtime: Runtime, names: Sequence[str], sentence: str, trains: bool = True) -> Callable[[], None]:
     """Start to compare names over the ranks. The returned function raises RuntimeError on every rank if names, or their
     order, differ. Ranks: all call this, and then that function.
 
-    `sentence`: what a difference means, and what to write instead; the first difference is appended.
+    `sentence`: what a difference means, and what to write instead; the first difference is appended. `trains`: whether
+    a backward follows. If it does on some ranks only, the others raise at once, before they make the next collective.
     """
     checksum = zlib.crc32("\n".join(names).encode())
-    gathered = runtime.collective.start_all_gather(torch.tensor([checksum]))  # on the CPU: does not wait for the device
+    # On the CPU: does not wait for the device.
+    gathered = runtime.collective.start_all_gather(torch.tensor([checksum, trains]))
 
     def compare() -> None:
-        if (gathered() != checksum).any():
+        checksums, training = gathered().unbind(-1)
+        if (training != trains).any():
+            raise RuntimeError(_UNEVEN.format(trains=int(training.argmax()), evaluates=int(training.argmin())))
+        if (checksums != checksum).any():
             raise RuntimeError(f"{sentence} {_first_difference(runtime.collective.all_gather_object(list(names)))}")
 
     return compare
@@ -120,6 +126,11 @@ def _quoted(name: str | None) -> str:
     return "none" if name is None else repr(name)
 
 
+_UNEVEN = (
+    "Rank {trains} runs a forward to train while rank {evaluates} runs one to evaluate: it ran more of those, as where "
+    "texts are generated to different lengths. A forward all-gathers parameters, so all ranks run equally many: go on "
+    "while `fabric.all_reduce(unfinished, reduce_op='max')`."
+)
 _DIFFERENT = (
     "Ranks ran submodules of `{name}` in different orders. A submodule's parameters are all-gathered when it runs, and "
     "collectives are matched by issue order. Run the same submodules in the same order on every rank, or pass "

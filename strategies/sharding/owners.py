@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.gradients.elementwise import updates_each
+from fabric.strategies.gradients.elementwise import takes_plain_tensors, updates_each
 from fabric.strategies.tensors.chunk import Chunk
 from fabric.strategies.tensors.chunk import whole as whole_chunk
 from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part
@@ -53,18 +53,19 @@ def owners(optimizer: Optimizer, size: int) -> dict[Tensor, int]:
 
 
 def needs_owners(optimizer: Optimizer) -> bool:
-    """Whether the optimizer computes updates from whole parameters, and has some in shards."""
-    return updates_each(optimizer) == "parameter" and _has_shards(optimizer)
+    """Whether the optimizer steps whole parameters only, and has some in shards."""
+    return has_shards(optimizer) and (takes_plain_tensors(optimizer) or updates_each(optimizer) == "parameter")
 
 
-def _has_shards(optimizer: Optimizer) -> bool:
+def has_shards(optimizer: Optimizer) -> bool:
+    """Whether some of its parameters are in shards."""
     return any(as_sharded(parameter) is not None for parameter in parameters_of(optimizer))
 
 
 def refuse_shards(optimizers: Iterable[Optimizer]) -> None:
     """Raise ValueError for an optimizer that computes each step from all parameters, and has some in shards."""
     for optimizer in optimizers:
-        if updates_each(optimizer) == "model" and _has_shards(optimizer):
+        if has_shards(optimizer) and updates_each(optimizer) == "model":
             raise ValueError(_AT_ONCE.format(optimizer=type(optimizer).__name__))
 
 
@@ -83,6 +84,16 @@ def step_by_owners(collective: Collective, optimizers: Iterable[Optimizer]) -> C
     Ranks: all call it, and from then on `step` of each optimizer; state stays with its owners afterwards.
     """
     return undo_all(undo for optimizer in optimizers for undo in _OwnedSteps(collective, optimizer).attach())
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[Callable[[], Any]], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of `step`, of which `call(closure)` is called in place of a closure; None if there is none."""
+    if len(args) > 1 and args[1] is not None:  # args[0] is the optimizer
+        return (args[0], partial(call, args[1]), *args[2:]), kwargs
+    closure = kwargs.get("closure")
+    return None if closure is None else (args, {**kwargs, "closure": partial(call, closure)})
 
 
 @final
@@ -134,14 +145,10 @@ class _OwnedSteps:
         if self._groups:
             self._put_back()
             raise RuntimeError(_NOT_OVER.format(optimizer=type(optimizer).__name__))
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None:
+        replaced = with_closure(args, kwargs, self._call)
+        if replaced is None:
             self._take()
-            return None
-        with_gradients = partial(self._call, closure)
-        if len(args) > 1:
-            return (optimizer, with_gradients, *args[2:]), kwargs
-        return args, {**kwargs, "closure": with_gradients}
+        return replaced
 
     def _call(self, closure: Callable[[], Any]) -> Any:
         """The user's closure, which computes all gradients anew, in the middle of a step."""
@@ -298,7 +305,7 @@ _AT_ONCE = (
     "optimizer that updates each parameter by itself, such as AdamW, or pass `strategy='ddp'`."
 )
 _NO_OWNERS = (
-    "`{optimizer}` computes an update from a whole parameter, and {where} has parameters in shards. Do not shard them; "
+    "`{optimizer}` steps whole parameters, and {where} has parameters in shards. Do not shard them; "
     "or pass `strategy='fsdp'`, or a `ModelParallelStrategy` without a pipeline, whose ranks step whole parameters."
 )
 _TAKEN_OUT = (

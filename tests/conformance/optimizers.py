@@ -39,6 +39,7 @@ OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "torch.optim.AdamW": ("plain", {"foreach": False, "fused": False}),
     "torch.optim.AdamW foreach": ("one kernel for all", {"foreach": True}),
     "torch.optim.AdamW fused": ("one kernel for all", {"fused": True}),
+    "torch.optim.Rprop": ("signs", {}),
     "torch.optim.Adafactor": ("rows and columns", {}),
     "torch.optim.Muon": ("matrices", {"lr": 0.01}),
     "torch.optim.LBFGS": ("all parameters", {"lr": 0.1, "max_iter": 3}),
@@ -48,9 +49,12 @@ OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "pytorch_optimizer.Lamb": ("norms of parameters", {}),
     "schedulefree.AdamWScheduleFree": ("`eval()` and `train()`", {"lr": 0.01}),
     "lion_pytorch.Lion": ("signs", {}),
+    "lion_pytorch.cautious_lion.Lion": ("means of parameters", {}),
+    "pytorch_optimizer.AdEMAMix cautious": ("means of parameters", {"cautious": True}),
     "torchao.optim.AdamW8bit": ("blocks of 256", {}),
     "torchao.optim.AdamW4bit": ("blocks of 128", {}),
     "bitsandbytes.optim.AdamW8bit": ("blocks of 256", {}),
+    "bitsandbytes.optim.AdamW32bit": ("plain", {}),
 }
 """Each with what its update of an element depends on, and its arguments."""
 

@@ -82,6 +82,9 @@ def settings():
         "convolution": torch.backends.cudnn.conv.fp32_precision,
         "benchmark": torch.backends.cudnn.benchmark,
         "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "anomalies": torch.is_anomaly_enabled(),
+        "filled": torch.utils.deterministic.fill_uninitialized_memory,
     }
 
 
@@ -108,6 +111,9 @@ if __name__ == "__main__":
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.mkldnn.enabled = False
+    torch.autograd.set_detect_anomaly(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     fabric = Fabric(accelerator="cpu", strategy="ddp", devices=int(size), launcher=launcher)
     before, result = settings(), fabric.launch(draw)
     print({**result, "settings": result["settings"] == before or (result["settings"], before)})

@@ -1,4 +1,4 @@
-"""Nested tensors, tensors that have several elements in one memory location, and parameters of two models."""
+"""Nested tensors, tensors that have several elements in one memory location, and parameters of one memory."""
 
 from __future__ import annotations
 
@@ -156,3 +156,47 @@ def test_a_parameter_of_two_models_is_one_or_refused(how: str) -> None:
         else:
             assert not isinstance(found, str), (name, found)
             torch.testing.assert_close(found, expected)
+
+
+class OneMemory(nn.Module):
+    """Two parameters, or a parameter and a buffer, in one storage."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        weight = torch.randn(4, 8)
+        self.down = nn.Parameter(weight[:, :4])
+        other = {"apart": weight[:, 4:], "transposed": weight[:, :4].t(), "buffer": weight[:, 2:6]}[how]
+        self.up = nn.Buffer(other) if how == "buffer" else nn.Parameter(other)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.down).tanh() @ self.up
+
+
+def train_one_memory(fabric: Fabric, how: str) -> list[Tensor]:
+    made = OneMemory(how)
+    model, optimizer = fabric.setup(made, SGD(made.parameters(), lr=0.1))
+    x = torch.arange(16.0, device=fabric.device).view(4, 4).sin()[fabric.global_rank :: fabric.world_size]
+    for _ in range(3):
+        fabric.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(fabric.state_dict(model, all_ranks=True).values())
+
+
+def errors_of_one_memory(fabric: Fabric) -> list[str]:
+    return [sentence(train_one_memory, fabric, how) for how in ("transposed", "buffer")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "ddp_sharded", "ddp_fully_sharded", "deepspeed_stage_2"])
+def test_parameters_with_memory_in_common_change_together_or_are_refused(name: str) -> None:
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=name, launcher="forkserver")
+    with Fabric(accelerator=ACCELERATOR, devices=1) as alone:
+        torch.testing.assert_close(fabric.launch(train_one_memory, "apart"), train_one_memory(alone, "apart"))
+        if name == "ddp":
+            expected = train_one_memory(alone, "transposed")
+            torch.testing.assert_close(fabric.launch(train_one_memory, "transposed"), expected)
+            return
+    for found in fabric.launch(errors_of_one_memory):
+        assert "ValueError: `up` of `OneMemory` shares memory with `down`" in found

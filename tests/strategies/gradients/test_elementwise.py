@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from fabric.strategies.gradients.elementwise import KNOWN, refuse_dependent, updates_each
+from fabric.strategies.gradients.elementwise import KNOWN, refuse_dependent, takes_plain_tensors, updates_each
 
 
 class Own(SGD):
@@ -23,6 +26,42 @@ def made(kind: type[Optimizer]) -> Optimizer:
 )
 def test_the_table_knows_optimizers_by_class_and_package(optimizer: Optimizer, unit: str | None) -> None:
     assert updates_each(optimizer) == unit
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "unit"),
+    [
+        ("lion_pytorch.Lion", {}, "element"),
+        ("lion_pytorch.cautious_lion.Lion", {}, "parameter"),
+        ("lion_pytorch.cautious_lion.Lion", {"cautious_factor": 1.0}, "element"),
+        ("pytorch_optimizer.Lion", {"use_gc": False}, "element"),
+        ("pytorch_optimizer.Lion", {"use_gc": True}, "parameter"),
+        ("pytorch_optimizer.AdaBelief", {"adanorm": True}, "parameter"),
+        ("pytorch_optimizer.ADOPT", {"stable_adamw": True}, "parameter"),
+        ("pytorch_optimizer.Lamb", {}, "parameter"),
+        ("pytorch_optimizer.Lamb", {"pre_norm": True}, "model"),
+        ("bitsandbytes.optim.AdamW", {}, "element"),
+        ("bitsandbytes.optim.AdamW", {"optim_bits": 8}, "parameter"),
+        ("bitsandbytes.optim.LAMB32bit", {}, "parameter"),
+    ],
+)
+def test_what_an_update_is_computed_from_may_depend_on_an_option(name: str, options: dict[str, Any], unit: str) -> None:
+    package, _, kind = name.rpartition(".")
+    optimizer: Optimizer = getattr(import_module(package), kind)([nn.Parameter(torch.ones(3, 2))], lr=0.1, **options)
+    assert updates_each(optimizer) == unit
+    assert takes_plain_tensors(optimizer) == (package.startswith("bitsandbytes") or kind == "ADOPT")
+
+
+def test_options_of_single_parameters_of_bitsandbytes_are_refused_where_ranks_have_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from bitsandbytes.optim import AdamW8bit
+
+    layer = nn.Linear(3, 2)
+    optimizer = AdamW8bit(layer.parameters())
+    monkeypatch.setattr(optimizer.mng, "module_weight_config_triple", [(layer, "weight", {"optim_bits": 32})])
+    with pytest.raises(ValueError, match=r"`AdamW8bit` finds options of single parameters .* Pass `strategy='ddp'`"):
+        refuse_dependent([optimizer], "no `{optimizer}`", flat=False)
 
 
 def test_the_table_names_every_optimizer_of_torch() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Optimizer
 
-from fabric import Fabric
+from fabric import CheckpointError, Fabric
 from fabric.strategies import DDPStrategy, Strategy
 
 ZERO = DDPStrategy(shard_optimizer=True)
@@ -125,6 +125,32 @@ def test_every_rank_evaluates_and_resumes_the_same_weights(strategy: str, tmp_pa
     expected = Fabric(accelerator=ACCELERATOR, devices=1).launch(evaluate, str(tmp_path / "one"))
     fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
     assert fabric.launch(evaluate, str(tmp_path / "two")) == pytest.approx(expected, rel=1e-5)
+
+
+class Nested(SGD):
+    """Has a state dict of its own form, as optimizers around another one do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"within": super().state_dict()}
+
+
+def save_nested(fabric: Fabric, path: str) -> None:
+    """Two steps, a save, and a load, which is refused."""
+    model = nn.Linear(2, 2)
+    model, optimizer = fabric.setup(model, Nested(model.parameters(), lr=0.1, momentum=0.9))
+    for _ in range(2):
+        optimizer.zero_grad()
+        fabric.backward(model(torch.ones(1, 2, device=fabric.device)).sum())
+        optimizer.step()
+    fabric.save(path, {"optimizer": optimizer})
+    with pytest.raises(CheckpointError, match="not the state of an optimizer, but a `dict`"):
+        fabric.load(path, {"optimizer": optimizer})
+
+
+@pytest.mark.slow
+def test_an_optimizer_with_a_state_dict_of_its_own_form_trains_and_is_saved_under_ddp(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="ddp", launcher="forkserver")
+    fabric.launch(save_nested, str(tmp_path / "state"))
 
 
 def set_up(fabric: Fabric, name: str, part: str) -> None:

@@ -164,3 +164,29 @@ def test_a_rank_that_leaves_before_the_forwards_of_another_is_reported_with_its_
     message = str(caught.value)
     assert re.search(r"rank 1 of 2, .*, after 1 step and 5 forwards: ", message)
     assert "rank 0 of 2 failed first: its function returned after 1 step and 4 forwards while other ranks" in message
+
+
+def generate_and_train(fabric: Fabric, more: int) -> None:
+    """Steps, and generations between them that are longer on the rank `more`."""
+    net = Experts()
+    model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+    for length in (1, 2, 3):
+        fabric.backward(model(torch.ones(2, 8, device=fabric.device), FORTH))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for _ in range(length + (fabric.global_rank == more) * (length == 2)):
+                model(torch.ones(1, 8, device=fabric.device), FORTH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_step_that_meets_an_evaluation_of_another_rank_says_which_ran_more(name: str, more: int) -> None:
+    fabric = Fabric(
+        accelerator=ACCELERATOR, devices=2, strategy=STRATEGIES[name], launcher="forkserver", sanitize=False
+    )
+    with pytest.raises(
+        WorkerError, match=f"Rank {1 - more} runs a forward to train while rank {more} runs one to eval"
+    ):
+        fabric.launch(generate_and_train, more)

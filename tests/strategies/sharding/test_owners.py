@@ -65,6 +65,28 @@ class Spectral(Optimizer):
             parameter.sub_(momentum / torch.linalg.matrix_norm(momentum.reshape(len(momentum), -1), 2), alpha=lr)
 
 
+class Trusting(Optimizer):
+    """In no table. Reads norms as numbers, decides by one, calls its closure, and has sums of gradients as states."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and (parameter.grad > 1e-3).any():
+                    trust = parameter.norm().item() / (1e-3 + float(parameter.grad.norm()))
+                    squares, state = parameter.grad.square().sum(), self.state[parameter]
+                    state["sum"] = state["sum"] + squares if state else squares
+                    parameter.sub_(parameter.grad / (1 + state["sum"]), alpha=group["lr"] * min(trust, 2.0))
+        return loss
+
+
 class Net(nn.Module):
     """Sizes that no number of ranks divides, vectors, a frozen matrix, one that is used from the fourth step on."""
 
@@ -193,6 +215,17 @@ def test_whole_parameters_are_stepped_by_one_owner_each_as_in_one_process(
     assert has_own
     matrices, vectors = 5 * 8 + 8 * 3, 8 + 3
     assert sum(held) == matrices + (0 if kind is Muon else vectors)  # each state is on one rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "closures"), [("fsdp", True), ("hsdp", False), ("model_parallel", False)])
+def test_numbers_that_an_optimizer_of_no_table_reads_in_a_step_are_those_of_whole_parameters(
+    name: str, closures: bool
+) -> None:
+    found, _, _ = launch(name, trained, Trusting, closures)
+    model, optimizer = make(Trusting)
+    train(Alone(), model, optimizer, range(6), closures=closures)
+    torch.testing.assert_close(found, dict(model.state_dict()), rtol=1e-9, atol=1e-9)
 
 
 # Saving and loading
@@ -342,7 +375,7 @@ def refused(fabric: Fabric, kind: Callable[..., Optimizer], words: str) -> None:
 @pytest.mark.slow
 def test_optimizers_that_would_train_to_other_numbers_are_refused_in_setup() -> None:
     stages = Pipeline(degree=2, num_microbatches=2, split=layer_of, loss_fn=mse_loss)
-    whole = "`Muon` computes an update from a whole parameter, and {} has parameters in shards. Do not shard them"
+    whole = "`Muon` steps whole parameters, and {} has parameters in shards. Do not shard them"
     at_once = "`LBFGS` computes each step from the gradients of all parameters at once, which are in shards here. Use"
     cases: list[tuple[int, Strategy, Callable[..., Optimizer], str]] = [
         (4, ModelParallelStrategy(parallelize_fn=cut_all, pipeline=stages, shard=2), Muon, whole.format("a stage.*")),
