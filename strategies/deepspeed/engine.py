@@ -143,7 +143,7 @@ class Engine(GradientSync):
         if self._arrived and not self._is_started:
             name, model = self._names[self._arrived[0]], type(self.module).__name__
             raise RuntimeError(_PAST_FORWARD.format(name=name, model=model))
-        self._has_gradients, self._is_stepped = self._has_gradients or bool(self._arrived), False
+        self._has_gradients = self._has_gradients or bool(self._arrived)
         self._reached.update(self._arrived)
         self._arrived.clear()
         self._set_placeholders()
@@ -306,8 +306,7 @@ class Engine(GradientSync):
             elif placeholder.is_zeroed:
                 num_zeroed += 1
         num_discarded = len(gone) + num_zeroed
-        if self._is_stepped and num_discarded < num_reached:
-            raise RuntimeError(_STEPPED.format(name=type(self.module).__name__))
+        self._is_stepped = self._is_stepped and num_discarded < num_reached
         if self._has_gradients and 0 < num_discarded < num_reached:
             raise RuntimeError(_ZEROED_IN_PART.format(name=type(self.module).__name__, count=num_discarded))
         for parameter in self._reached:
@@ -332,6 +331,8 @@ class Engine(GradientSync):
         optimizer.step_was_skipped = False  # type: ignore[attr-defined]
         self._take_placeholders()
         try:
+            if self._is_stepped:  # a backward in between is right: a critic's gradients, before they are zeroed
+                raise RuntimeError(_STEPPED.format(name=type(self.module).__name__))
             if not self._has_gradients:
                 self._refuse_other_gradients()
                 return loss
@@ -497,8 +498,8 @@ _PAST_FORWARD = (
     "(stages 1 and 2)."
 )
 _STEPPED = (
-    "The gradients of the last step of `{name}` were not zeroed. Plain PyTorch would use them again, and DeepSpeed has "
-    "none of them any more. Call `optimizer.zero_grad()` after each step."
+    "A step of `{name}` whose gradients were not zeroed since the last one. Plain PyTorch would use those again, and "
+    "DeepSpeed has none of them any more. Call `optimizer.zero_grad()` after each step."
 )
 _READ = (
     "that DeepSpeed keeps, in shards or not averaged yet: `parameter.grad` has no values here. To clip, or for the "
