@@ -109,7 +109,8 @@ class Checkpoints:
 
     def state_dict(self, *objects: nn.Module | Optimizer, all_ranks: bool) -> list[dict[str, Any]]:
         """The states of a model and an optimizer, in this order."""
-        content = state_of({str(number): each for number, each in enumerate(objects)}, access=self._access)
+        with torch.inference_mode(False), torch.no_grad():  # in which DTensors cannot be gathered
+            content = state_of({str(number): each for number, each in enumerate(objects)}, access=self._access)
         is_rank_zero = self._runtime.world.is_global_zero
         states = [snapshot(each, objects, local_part) if is_rank_zero else {} for each in content.values()]
         return self._collective.broadcast_object(states) if all_ranks else states

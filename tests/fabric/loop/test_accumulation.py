@@ -13,7 +13,6 @@ from devices import ACCELERATOR, only_on_cpu
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 from worlds import run_world
 
 from fabric import Fabric
@@ -122,39 +121,6 @@ def test_a_window_of_a_resumed_epoch_has_the_length_that_it_says(size: int) -> N
     counts = [-(-27 // (samples * size)) for samples in (2, 3)]
     left = [-(-19 // (samples * size)) for samples in (2, 3)]
     assert [sum(is_so for _, is_so in each) for each in found] == [left[0], counts[0], left[1], counts[1]]
-
-
-class Counted(Stream):
-    """Samples of known number, with a position of its own."""
-
-    position = 0
-
-    def __len__(self) -> int:
-        return 7
-
-    def __iter__(self) -> Iterator[Tensor]:
-        while self.position < 7:
-            self.position += 1
-            yield SAMPLES[self.position - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
-def test_a_window_over_a_loader_that_resumes_itself_does_not_guess_its_length() -> None:
-    fabric, _, _ = alone()
-    loader, resumed = (fabric.setup_dataloaders(StatefulDataLoader(Counted())) for _ in range(2))
-    batches = iter(loader)
-    next(batches), next(batches)
-    resumed.load_state_dict(loader.state_dict())
-    [window] = [window for window in fabric.accumulate(resumed, 6) if list(window)]
-    assert window.num_read == 5
-    with pytest.raises(TypeError, match="has resumed an epoch by a state of its own"):
-        len(window)
 
 
 def test_no_micro_batch_beyond_the_window_has_been_read_at_its_step() -> None:

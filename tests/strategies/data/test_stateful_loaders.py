@@ -196,3 +196,21 @@ def test_a_run_over_a_loader_with_workers_goes_on_after_the_batch_of_its_loop(
         assert len(whole) == 2 * (32 if uneven == "repeat" else 16)
         for seen in stopped:
             assert own(seen) == own(whole)
+
+
+class OfKnownLength(Counting):
+    def __len__(self) -> int:
+        return self.length
+
+
+def test_a_window_over_a_loader_that_resumes_itself_does_not_guess_its_length() -> None:
+    with Fabric(accelerator=ACCELERATOR, devices=1) as fabric:
+        fabric.setup(nn.Linear(1, 1))
+        loader, resumed = (fabric.setup_dataloaders(StatefulDataLoader(OfKnownLength(0, 7))) for _ in range(2))
+        batches = iter(loader)
+        next(batches), next(batches)
+        resumed.load_state_dict(loader.state_dict())
+        [window] = [window for window in fabric.accumulate(resumed, 6) if list(window)]
+        assert window.num_read == 5
+        with pytest.raises(TypeError, match="has resumed an epoch by a state of its own"):
+            len(window)
