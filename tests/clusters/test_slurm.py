@@ -136,7 +136,9 @@ def on_terminal(cluster: Slurm, *command: str | Path) -> list[dict[str, Any]]:
 
 
 def test_tasks_that_are_called_bash_are_ranks(cluster: Slurm, place: Path) -> None:
-    found = places(cluster.run("srun", "--nodes=1", "--ntasks=2", "bash", "-c", f"{sys.executable} {place}"))
+    found = places(
+        cluster.run("srun", "--nodes=1", "--nodelist=n1", "--ntasks=2", "bash", "-c", f"{sys.executable} {place}")
+    )
     check_world(found, size=2, launcher="slurm")
     assert {one["node"] for one in found} == {"n1"}
 

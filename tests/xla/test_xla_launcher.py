@@ -106,7 +106,7 @@ def test_in_a_world_that_torch_xla_made_launching_needs_no_function(tmp_path: Pa
     program = tmp_path / "program.py"
     program.write_text(
         "from fabric import Fabric\n"
-        "fabric = Fabric(accelerator='xla', strategy='ddp')\n"
+        "fabric = Fabric(accelerator='xla', strategy='xla')\n"
         "fabric.launch()\n"
         "print(fabric._configuration.launcher, fabric.device.type, fabric.all_reduce(1.0).item())\n"
     )
