@@ -25,9 +25,21 @@ Parameters: TypeAlias = Mapping[str, nn.Parameter]
 
 
 def modes_of(modules: Iterable[nn.Module], everyone: tuple[int, ...]) -> dict[Fact, Value]:
-    """Whether the models are in training mode."""
-    texts = {f"`training` of model {i}, `{type(each).__name__}`,": str(each.training) for i, each in enumerate(modules)}
-    return {Fact("modes", name, everyone): Value(digest_of_text(text), text) for name, text in texts.items()}
+    """Which layers of dropout and BatchNorm are in training mode. Others compute alike in both modes."""
+    modes: dict[Fact, Value] = {}
+    for number, module in enumerate(modules):
+        modal = [part.training for part in module.modules() if isinstance(part, _MODAL) and getattr(part, "p", 1) > 0]
+        name = (
+            f"the number of layers of dropout or BatchNorm in training mode, of `{type(module).__name__}` ({number}),"
+        )
+        modes[Fact("modes", name, everyone)] = Value(digest_of_text(str(modal)), f"{sum(modal)} of {len(modal)}")
+    return modes
+
+
+_MODAL = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+)
 
 
 def options_of(optimizer: Optimizer, num_steps: int, everyone: tuple[int, ...]) -> dict[Fact, Value]:

@@ -619,13 +619,12 @@ def renormalizing(fabric: Fabric) -> nn.Module:
 
 
 def evaluated_on_rank_zero(fabric: Fabric) -> nn.Module:
-    """The model stays in evaluation mode there."""
-
-    def evaluate(model: nn.Module) -> None:
-        if fabric.global_rank == 0:
-            model.eval()
-
-    return usual(fabric, before=evaluate)
+    """Its dropout stays off there."""
+    net = nn.Sequential(make_net(), nn.Dropout(0.5))
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    if fabric.global_rank == 0:
+        model.eval()
+    return steps(model, optimizer, fabric.backward, rank=fabric.global_rank, size=fabric.world_size)
 
 
 PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
@@ -871,7 +870,7 @@ SENTENCES = {
     ): "the gradient of parameter 4 on rank 1 differs",
     **dict.fromkeys(
         ((name, "evaluation mode on rank 0") for name in ("ddp", "fsdp", "manual", "ddp_sharded", "deepspeed_stage_2")),
-        "(True on rank 1, False on rank 0). They were equal in a backward. Call `model.train()` and `model.eval()`",
+        "(1 of 1 on rank 1, 0 of 1 on rank 0). It is the first comparison. Call `model.train()` and `model.eval()`",
     ),
     ("fsdp", "weights changed in forward"): "ended with values of `key.0.weight` that its parameter does not have",
     ("fsdp", "parameter replaced after setup"): "ended with values of `2.weight` that its parameter does not have",

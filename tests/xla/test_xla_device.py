@@ -244,7 +244,7 @@ def test_batch_norm_over_all_replicas_is_refused_where_it_would_be_of_each() -> 
 def test_one_device_of_several_is_not_what_replicas_run_on() -> None:
     if SIZE < 3:
         pytest.skip("needs three devices")
-    with pytest.raises(ValueError, match=rf"`devices=2` with `strategy='xla'` .*, but PJRT has {SIZE} devices here"):
+    with pytest.raises(ValueError, match=rf"`devices=2` with `strategy='xla'`, but PJRT has {SIZE} devices here"):
         Fabric(accelerator="xla", strategy="xla", devices=2)
 
 
