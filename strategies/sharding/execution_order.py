@@ -82,7 +82,7 @@ class ExecutionOrder:
 
     @disable_dynamo
     def _start(self) -> None:
-        trains = self._module.training and torch.is_grad_enabled()
+        trains = torch.is_grad_enabled()  # modes tell nothing: some train in that of evaluation
         self._compare = start_comparing(self._runtime, list(self._ran), self._sentence, trains=trains)
 
     @disable_dynamo
@@ -127,7 +127,7 @@ def _quoted(name: str | None) -> str:
 
 
 _UNEVEN = (
-    "Rank {trains} runs a forward to train while rank {evaluates} runs one to evaluate: it ran more of those, as where "
+    "Rank {trains} runs a forward with gradients while rank {evaluates} runs one without, of which it has more, as where "
     "texts are generated to different lengths. A forward all-gathers parameters, so all ranks run equally many: go on "
     "while `fabric.all_reduce(unfinished, reduce_op='max')`."
 )
