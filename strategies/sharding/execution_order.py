@@ -127,9 +127,9 @@ def _quoted(name: str | None) -> str:
 
 
 _UNEVEN = (
-    "Rank {trains} runs a forward with gradients while rank {evaluates} runs one without, of which it has more, as where "
-    "texts are generated to different lengths. A forward all-gathers parameters, so all ranks run equally many: go on "
-    "while `fabric.all_reduce(unfinished, reduce_op='max')`."
+    "Rank {trains} runs a forward with gradients while rank {evaluates} runs one without, of which it has more, as "
+    "where texts are generated to different lengths. A forward all-gathers parameters, so all ranks run equally many: "
+    "go on while `fabric.all_reduce(unfinished, reduce_op='max')`."
 )
 _DIFFERENT = (
     "Ranks ran submodules of `{name}` in different orders. A submodule's parameters are all-gathered when it runs, and "
