@@ -52,16 +52,19 @@ def test_what_an_update_is_computed_from_may_depend_on_an_option(name: str, opti
     assert takes_plain_tensors(optimizer) == (package.startswith("bitsandbytes") or kind == "ADOPT")
 
 
-def test_options_of_single_parameters_of_bitsandbytes_are_refused_where_ranks_have_parts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from bitsandbytes.optim import AdamW8bit
+def test_options_of_single_parameters_of_bitsandbytes_are_refused_where_ranks_have_parts() -> None:
+    from bitsandbytes.optim import AdamW8bit, GlobalOptimManager
 
-    layer = nn.Linear(3, 2)
+    layer, manager = nn.Linear(3, 2), GlobalOptimManager.get_instance()
     optimizer = AdamW8bit(layer.parameters())
-    monkeypatch.setattr(optimizer.mng, "module_weight_config_triple", [(layer, "weight", {"optim_bits": 32})])
-    with pytest.raises(ValueError, match=r"`AdamW8bit` finds options of single parameters .* Pass `strategy='ddp'`"):
-        refuse_dependent([optimizer], "no `{optimizer}`", flat=False)
+    manager.override_config(layer.weight, "optim_bits", 32)
+    try:
+        with pytest.raises(
+            ValueError, match=r"`AdamW8bit` finds options of single parameters .* Pass `strategy='ddp'`"
+        ):
+            refuse_dependent([optimizer], "no `{optimizer}`", flat=False)
+    finally:
+        manager.initialize()  # there is one in a process
 
 
 def test_the_table_names_every_optimizer_of_torch() -> None:
