@@ -576,10 +576,10 @@ class Fabric:
             self._guard.note_norm(optimizer, norm)
         return norm
 
-    def guard_gradients(self, on_nonfinite: OnNonfinite | None, keep_in: str | os.PathLike[str] | None = None) -> None:
+    def guard_gradients(self, on_nonfinite: OnNonfinite | None) -> None:
         """From now on, an optimizer step whose gradients are not finite raises, or is skipped, on all ranks alike.
 
-            fabric.guard_gradients("skip", keep_in="nonfinite")
+            fabric.guard_gradients("skip")
             for batch in loader:
                 ...
                 optimizer.step()
@@ -593,8 +593,6 @@ class Fabric:
         once its scale is 1 or less.
         No message is sent for the check where all ranks hold the same gradients, after `clip_gradients(max_norm=...)`,
         and with a loss scaler; otherwise one flag is.
-        `keep_in`: a folder, or a URL for fsspec, for the first three such steps: the weights, and each rank's batches
-        and random generators (see `replay`). For this the batches since the last step are kept in memory, not copied.
         Ranks: all. Raises: ValueError: another word.
         """
         check_word("guard_gradients", "on_nonfinite", on_nonfinite, OnNonfinite)
@@ -604,32 +602,10 @@ class Fabric:
             self._guard = None
         if on_nonfinite is None:
             return
-        replays = None
-        if keep_in is not None:
-            from fabric.checks.replay import Replays
-
-            replays = Replays(runtime, keep_in, lambda path: self.save(path, self._weights()))
         is_finite, scaler_of = objects.gradients_are_finite, objects.scaler_of
-        self._guard = GradientGuard(on_nonfinite, runtime.collective, runtime.report, is_finite, scaler_of, replays)
+        self._guard = GradientGuard(on_nonfinite, runtime.collective, runtime.report, is_finite, scaler_of)
         self._moments.add(self._guard)
         self._guard.optimizers_set_up(objects.optimizers)
-
-    def replay(self, path: str | os.PathLike[str], rank: int | None = None) -> Iterator[Any]:
-        """Repeat a step that `guard_gradients(keep_in=...)` kept: load its weights; returns an iterator of its batches.
-
-            model = fabric.setup(model)
-            for inputs, targets in fabric.replay("nonfinite/step-14"):
-                print(cross_entropy(model(inputs), targets))
-
-        The weights are those of the step, loaded into all models that are set up, in the order of the run that kept it;
-        buffers are as its forwards left them. Before each batch the random generators are as when the loop received it,
-        so that dropout repeats; the batch is on the device. `rank`: repeat what that rank did, with any number of
-        ranks; None: what each rank did, with as many ranks. Iterate the result once. Ranks: all.
-        Raises: ValueError: another number of ranks. CheckpointError: the weights do not fit.
-        """
-        from fabric.checks.replay import replay
-
-        return replay(self._connected, path, rank, lambda path: self.load(path, self._weights()))
 
     # Collectives
 
@@ -1032,10 +1008,6 @@ class Fabric:
             self._opened_checkpoints = Checkpoints(self._connected, self._objects, self._moments)
             self._open.callback(self._opened_checkpoints.close)
         return self._opened_checkpoints
-
-    def _weights(self) -> dict[str, Any]:
-        """The state of which a step is repeated."""
-        return {"models": list(self._objects.models)}
 
     def _stop_request(self) -> StopRequest:
         if self._stop is None:

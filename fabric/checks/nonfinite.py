@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite: skipped on all ranks, or an error on all, and saved to be replayed.
+"""Steps whose gradients are not finite: skipped on all ranks, or an error on all.
 
 A step pre-hook of each optimizer decides. Ranks with the same averaged gradients decide alike without communication.
 Ranks with shards use the norm of `clip_gradients` or the decision of the loss scaler, which are equal on all ranks;
@@ -12,20 +12,15 @@ scale, and the guard does nothing. At a scale of 1 or less the gradients themsel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.checks.check import Check
-from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.checkpoint.state import Stateful
 from fabric.strategies.collectives.collective import Collective
-
-if TYPE_CHECKING:
-    from fabric.checks.replay import Replays
 
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
@@ -49,10 +44,9 @@ class GradientGuard(Check):
         report: Callable[[str], None],
         is_finite: Callable[[Optimizer], bool],
         scaler_of: Callable[[Optimizer], Stateful | None],
-        replays: Replays | None,
     ) -> None:
         self._action, self._collective, self._report = on_nonfinite, collective, report
-        self._is_finite, self._scaler_of, self._replays = is_finite, scaler_of, replays
+        self._is_finite, self._scaler_of = is_finite, scaler_of
         self._handles: list[RemovableHandle] = []
         self._norms: dict[Optimizer, Tensor] = {}
         self._losses: list[Tensor] = []
@@ -70,10 +64,6 @@ class GradientGuard(Check):
             after = optimizer.register_step_post_hook(self._after_step)
             optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
             self._handles += [before, after]
-
-    def batch_received(self, batch: Any, source: object) -> None:
-        if self._replays is not None and torch.is_grad_enabled():  # no evaluation
-            self._replays.note(batch)
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         if self._has_stepped:
@@ -105,8 +95,6 @@ class GradientGuard(Check):
             if scaler is None or scaler.state_dict()["scale"] <= 1:  # Note [What a loss scaler skips]
                 self._refuse(optimizer)
         self._has_stepped = True
-        if self._replays is not None:
-            self._replays.note_step()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._skips is optimizer:
@@ -116,7 +104,7 @@ class GradientGuard(Check):
     def _refuse(self, optimizer: Optimizer) -> None:
         """Raise, or remove the gradients so that the step changes nothing. Ranks: all call it."""
         name = type(optimizer).__name__
-        found = f"the gradients of step {self.num_steps} (`{name}`) are not finite. {self._whose_loss()}{self._keep()}"
+        found = f"the gradients of step {self.num_steps} (`{name}`) are not finite. {self._whose_loss()}"
         if self._action == "raise":
             raise NonFiniteGradientsError(
                 f"`optimizer.step()`: {found} Weights and optimizer are as before the step. To skip such steps, write "
@@ -130,12 +118,3 @@ class GradientGuard(Check):
         of_ranks = self._collective.all_gather_object([bool(loss.isfinite().all()) for loss in self._losses])
         bad = [str(rank) for rank, are_finite in enumerate(of_ranks) if not all(are_finite)]
         return f"The loss was not finite on ranks {', '.join(bad)}." if bad else "The losses were finite on every rank."
-
-    def _keep(self) -> str:
-        if self._replays is None:
-            return ""
-        try:
-            path = self._replays.write(self.num_steps, self._losses)
-        except CheckpointError as error:
-            return f" Its batches could not be kept: {error}"
-        return "" if path is None else f" `fabric.replay({path!r})` repeats it."

@@ -6,7 +6,6 @@ position is exactly after the samples trained on. Uses `GradientSync` and no str
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,7 +15,6 @@ from typing import Any, Generic, TypeVar, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.loop_progress import NOT_COUNTED, End, ReadAhead, RepeatedBatches
 from fabric.strategies.data.take import length_of, once
@@ -120,7 +118,6 @@ class _Kept:
 
     def __init__(self, model: Prepared) -> None:
         self.model = model
-        self._since_ns = time.time_ns()
         self._versions = {
             id(parameter.grad): parameter.grad._version
             for parameter in model.sync.parameters_held()
@@ -128,14 +125,9 @@ class _Kept:
         }
 
     def is_as_left(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether some gradient is as that backward left it: the user has neither averaged nor zeroed all of them."""
-        left = [grad for each in parameters if (grad := each.grad) is not None]
-        left = [grad for grad in left if self._versions.get(id(grad)) == grad._version]
-        if not left:
-            return False
-        # A collective of torch changes no version.
-        sent = FlightRecorder().num_elements(self._since_ns, time.time_ns())
-        return sent < sum(grad.numel() for grad in left)
+        """Whether some gradient is as that backward left it: the program has not written all of them."""
+        grads = [grad for each in parameters if (grad := each.grad) is not None]
+        return any(self._versions.get(id(grad)) == grad._version for grad in grads)
 
 
 @final
@@ -231,7 +223,8 @@ _KEPT_BACK = (
     "after a `fabric.backward` that did not synchronise gradients over the ranks: it ran within `no_backward_sync`, or "
     "before the last micro-batch of a window of `fabric.accumulate`. Run the last backward outside of "
     "`no_backward_sync`, and one in each micro-batch, `fabric.backward(0 * loss)` to skip it; after a `break`, discard "
-    "the gradients with `optimizer.zero_grad()`. Averaging all of them by hand is allowed."
+    "the gradients with `optimizer.zero_grad()`. To average by hand, write `parameter.grad = "
+    "fabric.all_reduce(parameter.grad)` for all of them."
 )
 _LEFT = (
     "The previous window of `fabric.accumulate` was not finished, and its gradients would be added to this one's. "

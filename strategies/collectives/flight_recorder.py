@@ -6,7 +6,6 @@ on gloo, nor calls of Horovod or XLA. Measured on gloo (torch 2.13): `is_waiting
 
 from __future__ import annotations
 
-import math
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -46,16 +45,6 @@ class FlightRecorder:
         recorded = _read(calls=True, stacks=with_lines and _can_read_stacks())
         calls = [self._call(entry) for found in recorded for entry in found.get("entries", ())]
         return sorted(calls, key=lambda call: call.started_ns)
-
-    def num_elements(self, since_ns: int, until_ns: int) -> int:
-        """How many numbers this rank has sent between these times."""
-        return sum(
-            math.prod(shape)
-            for found in _read(calls=True)
-            for entry in found.get("entries", ())
-            if since_ns <= entry["time_created_ns"] <= until_ns
-            for shape in entry["input_sizes"]
-        )
 
     def _call(self, entry: Mapping[str, Any]) -> Call:
         name, description = entry["process_group"]

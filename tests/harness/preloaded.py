@@ -18,7 +18,6 @@ import torch.utils.serialization.config
 from devices import ACCELERATOR
 
 import fabric.checkpoints.checkpoints
-import fabric.checks.replay
 import fabric.launchers.choose
 import fabric.launchers.watch.watcher
 import fabric.loop.evaluation

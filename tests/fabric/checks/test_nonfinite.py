@@ -1,10 +1,9 @@
-"""Steps whose gradients are not finite are skipped or stopped on all ranks together, and can be repeated."""
+"""Steps whose gradients are not finite are skipped or stopped on all ranks together."""
 
 from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,10 +32,10 @@ class Net(nn.Module):
         return self.body(SAMPLES[indices]).flatten() * torch.where(indices == BAD, math.inf, 1.0)  # type: ignore[no-any-return]
 
 
-def trained(fabric: Fabric, keep_in: str | None, window: int, word: Any) -> dict[str, Any]:
+def trained(fabric: Fabric, window: int, word: Any) -> dict[str, Any]:
     """One epoch; what each rank saw of the step that was not finite."""
     torch.manual_seed(5)
-    fabric.guard_gradients(word, keep_in)
+    fabric.guard_gradients(word)
     net = Net()
     model, optimizer = fabric.setup(net, SGD(net.parameters(), 0.1, momentum=0.9))
     seen: dict[str, Any] = {"skipped": []}
@@ -64,65 +63,35 @@ def connected(world: World, strategy: str = "ddp", precision: str = "32-true") -
     return fabric
 
 
-def keep(world: World, keep_in: str, window: int, word: str) -> dict[str, Any]:
+def train(world: World, window: int, word: str) -> dict[str, Any]:
     with connected(world) as fabric:
-        return trained(fabric, keep_in, window, word)
-
-
-def repeated(fabric: Fabric, path: str, rank: int | None = None) -> list[Tensor]:
-    """Losses of a step that was kept, by a model of other weights and other random numbers."""
-    torch.manual_seed(77)
-    model = fabric.setup(Net())
-    return [(model(indices) + torch.rand(())).sum().detach().cpu() for indices in fabric.replay(path, rank)]
-
-
-def repeat(world: World, path: str) -> list[Tensor]:
-    with connected(world) as fabric:
-        return repeated(fabric, path)
+        return trained(fabric, window, word)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 3])
-def test_a_kept_step_repeats_the_losses_bit_for_bit_on_its_ranks_and_each_in_one_process(
-    window: int, tmp_path: Path
-) -> None:
-    seen = run_world(2, keep, str(tmp_path), window, "skip")
-    skipped = seen[0]["skipped"]
-    assert skipped == seen[1]["skipped"]
-    assert skipped.count(True) == 1
+def test_ranks_skip_the_same_step_and_keep_finite_weights(window: int) -> None:
+    seen = run_world(2, train, window, "skip")
+    assert seen[0]["skipped"] == seen[1]["skipped"]
+    assert seen[0]["skipped"].count(True) == 1
     assert all(all(each["weights"]) for each in seen)
     assert not torch.stack([*seen[0]["losses"], *seen[1]["losses"]]).isfinite().all()
-    path = str(tmp_path / f"step-{skipped.index(True) + 1}")
-    on_ranks = run_world(2, repeat, path)
-    for rank in range(2):
-        file = torch.load(f"{path}/rank-{rank}.pt", weights_only=True)
-        assert len(file["batches"]) == window
-        with Fabric(accelerator=ACCELERATOR, devices=1) as fabric:
-            in_one = repeated(fabric, path, rank)
-        for losses in (on_ranks[rank], in_one, file["losses"]):
-            assert torch.equal(torch.stack(losses), torch.stack(seen[rank]["losses"]))
-    with (
-        Fabric(accelerator=ACCELERATOR, devices=1) as fabric,
-        pytest.raises(ValueError, match=r"2 ranks saved this step.*1\."),
-    ):
-        repeated(fabric, path)
 
 
 @pytest.mark.slow
-def test_every_rank_raises_before_the_step_and_names_the_rank_with_the_loss(tmp_path: Path) -> None:
-    seen = run_world(2, keep, str(tmp_path), 1, "raise")
+def test_every_rank_raises_before_the_step_and_names_the_rank_with_the_loss() -> None:
+    seen = run_world(2, train, 1, "raise")
     step = BAD // 4 + 1
     for each in seen:
         assert len(each["skipped"]) == step - 1
         assert (
             f"the gradients of step {step} (`SGD`) are not finite. The loss was not finite on ranks 0." in each["error"]
         )
-        assert f"`fabric.replay({str(tmp_path / f'step-{step}')!r})` repeats it." in each["error"]
 
 
-def alone(word: Any = "skip", precision: str = "32-true", **options: Any) -> tuple[Fabric, nn.Linear, SGD]:
+def alone(word: Any = "skip", precision: str = "32-true") -> tuple[Fabric, nn.Linear, SGD]:
     fabric = Fabric(accelerator=ACCELERATOR, devices=1, precision=precision)
-    fabric.guard_gradients(word, **options)
+    fabric.guard_gradients(word)
     net = nn.Linear(4, 1)
     model, optimizer = fabric.setup(net, SGD(net.parameters(), 0.1, momentum=0.9))
     return fabric, model, optimizer
@@ -171,55 +140,6 @@ def test_an_overflow_that_the_loss_scale_made_is_left_to_the_scaler() -> None:
     fabric.backward(model(SAMPLES[:2]).sum() * math.nan)
     with pytest.raises(NonFiniteGradientsError, match=r"step 17 .* The loss was not finite on ranks 0"):
         optimizer.step()
-
-
-def test_only_batches_of_the_step_are_kept_and_three_steps_at_most(tmp_path: Path) -> None:
-    fabric, model, optimizer = alone(keep_in=tmp_path)
-    loader = fabric.setup_dataloaders(DataLoader(SAMPLES, 4))
-    evaluated = fabric.setup_dataloaders(DataLoader(SAMPLES, 3))
-    for batch in loader:
-        fabric.backward(model(batch).sum() * math.nan)
-        with torch.no_grad():
-            for each in evaluated:
-                model(each)
-        optimizer.step()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2", "step-3"]
-    for number in range(3):
-        kept = torch.load(tmp_path / f"step-{number + 1}" / "rank-0.pt", weights_only=True)
-        assert [each["batch"].tolist() for each in kept["batches"]] == [SAMPLES[number * 4 :][:4].tolist()]
-
-
-class Sample:
-    """What no file keeps without running code."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
-def test_a_batch_that_cannot_be_read_back_safely_is_not_kept_and_that_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    fabric, model, optimizer = alone(keep_in=tmp_path)
-    (batch,) = fabric.setup_dataloaders([Sample(SAMPLES[:2])])
-    for given in fabric.setup_dataloaders([batch]):
-        fabric.backward(model(given.value).sum() * math.inf)
-        with caplog.at_level(logging.WARNING, "fabric"):
-            optimizer.step()
-    assert "Its batches could not be kept: " in caplog.text
-    assert "UnpicklingError" in caplog.text
-    assert optimizer.step_was_skipped
-
-
-def test_mappings_of_other_classes_come_back_as_dictionaries(tmp_path: Path) -> None:
-    from collections import UserDict
-
-    fabric, model, optimizer = alone(keep_in=tmp_path)
-    for batch in fabric.setup_dataloaders([UserDict(inputs=SAMPLES[:2], names=["a", "b"])]):
-        fabric.backward(model(batch["inputs"]).sum() * math.inf)
-        optimizer.step()
-    (again,) = fabric.replay(tmp_path / "step-1")
-    assert again["names"] == ["a", "b"]
-    assert torch.equal(again["inputs"], SAMPLES[:2])
 
 
 def test_a_closure_and_another_word_raise() -> None:
