@@ -21,7 +21,8 @@ from fabric.strategies.module.forward import ForwardPath
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedWeights:
-    """The weights of an engine that trains others than those of the model, which it makes from them."""
+    """The weights that an engine trains, such as flat parameters that it makes from the model's; None: the model's
+    own."""
 
     shards: Callable[[], list[Tensor]]
     """Those of this rank, to be read and written, with what the program has changed in the model's."""

@@ -1,4 +1,4 @@
-"""Words of the user's arguments, and what makes that which they stand for.
+"""Names that the user passes as arguments, and the factories of the objects with these names.
 
 Note [What is registered]: a `Registry` is module state. A registered name must be found by every `Fabric` that the
 process creates later; Python's registry of codecs works in the same way. Names are only added, and never change their

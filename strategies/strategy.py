@@ -83,7 +83,7 @@ class Strategy(ABC):
 
     @property
     def needs_function(self) -> bool:
-        """Whether it was not given the function of the user that it runs. Overridden by strategies with such a one."""
+        """Whether the strategy needs a function of the user (`parallelize_fn`) and was made without it."""
         return False
 
     @abstractmethod

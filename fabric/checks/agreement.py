@@ -76,7 +76,8 @@ def digest_of_text(text: str) -> int:
 
 
 def _coefficient(ranks: tuple[int, ...], rank: int) -> int:
-    """Odd but for the last rank's, and zero modulo 2**64 over all of `ranks`."""
+    """The coefficient of a rank: odd, except for the last rank's. The coefficients of all `ranks` add up to zero modulo
+    2**64."""
     if rank != ranks[-1]:
         return digest_of_text(str(rank)) | 1
     return -sum(_coefficient(ranks, each) for each in ranks[:-1])

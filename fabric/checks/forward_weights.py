@@ -45,7 +45,7 @@ class ForwardWeights:
         self._before.clear()
 
     def _note(self, model: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # by a backend of which the graph of the loss shows nothing
+        if torch.compiler.is_compiling():  # a backend that leaves no trace in the graph of the loss
             return
         self._before = {module: dict(module.named_parameters(recurse=False)) for module in model.modules()}
 

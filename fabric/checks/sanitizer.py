@@ -126,7 +126,7 @@ class _Watch(Check):
         self._models: list[tuple[Prepared, Parameters]] = []
         """Each with its parameters as they were set up."""
         self._whole: list[Prepared] = []
-        """Those of which each rank has all gradients."""
+        """The models whose gradients every rank has whole."""
         self._forward_weights: list[ForwardWeights] = []
         self._access: dict[Optimizer, StateAccess] = {}
         self.reads_same_data = runtime.share.count != runtime.world.size

@@ -53,7 +53,7 @@ class Accumulation:
                 del self.held[len(self.held) - len(models) :]
 
     def note_backward(self, models: Sequence[Prepared], *, is_named: bool) -> None:
-        """After a backward of a loss of these models; of which of them is not known, unless the user has named them."""
+        """Called after a backward. The loss may be of any of these models, unless the user has named the models."""
         held = [model for model in models if any(model is each for each in self.held)]
         if is_named or len(held) in (0, len(models)):
             for model in models:

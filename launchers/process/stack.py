@@ -47,7 +47,7 @@ def frames_of(frame: FrameType | None) -> list[tuple[str, int, str]]:
 
 
 def is_within(frames: Sequence[tuple[str, int, str]], ending: str, functions: Sequence[str]) -> bool:
-    """Whether one of the frames is one of these functions of the file whose path ends like that."""
+    """Whether a frame runs one of these functions, in a file whose path has this ending."""
     return any(file.endswith(ending) and function in functions for file, _, function in frames)
 
 

@@ -24,7 +24,7 @@ CONNECT_SECONDS = 2.0
 EXIT_BARRIER_SECONDS = 300
 """How long node 0 serves the store for nodes that have not ended yet. torchrun's exit barrier is as long."""
 FAILED_SECONDS = 5
-"""The same after a failure, of which the other nodes learn within a second."""
+"""The same after a failure, which the other nodes learn within a second."""
 FIRST_FAILURE = "fabric/first_failure"
 
 

@@ -45,7 +45,7 @@ AFTER_SAVE_SECONDS = 5.0
 ASK_NODES_SECONDS = 1.0
 """How often each of several nodes looks whether a rank of another one has failed: one request to the store."""
 AFTER_DEATH_SECONDS = 10.0
-"""How long the others have if a rank dies after such a signal: what they do with it never ends."""
+"""How long the other ranks have if a rank dies after such a signal: their collectives with the dead rank never end."""
 HANGS_SECONDS = 5.0
 """A job that is ended prints the table of waiting ranks if a collective has waited for that long."""
 TABLE_SECONDS = 4.0

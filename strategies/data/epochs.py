@@ -346,7 +346,7 @@ class Order:
         return self._epoch(self._beginning())
 
     def _chosen(self) -> dict[str, Any]:
-        """The states from which an epoch is drawn that is not the next one."""
+        """The states from which an epoch other than the next one is drawn."""
         if self.epoch == 0:
             return self._first
         return dict(zip(self._process, self._seeded(self.epoch), strict=False))

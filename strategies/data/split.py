@@ -29,7 +29,8 @@ ATTRIBUTES = (
 )
 """Attributes with the number of ranks that data is split over, and the rank that an object reads for."""
 HOLDERS = ("_distributed", "distributed_env", "_parallel_rank_world")
-"""Attributes of iterable datasets whose value has those two: datasets', litdata's, mosaicml-streaming's."""
+"""Attributes of iterable datasets that hold an object with a rank and a world size: of datasets, litdata and
+mosaicml-streaming."""
 INNER = ("sampler", "batch_sampler", "dataset", "datasets", "root", "source", "iterable", "pipeline")
 """Attributes in which a loader, a wrapper or a node of a pipeline holds what it reads."""
 

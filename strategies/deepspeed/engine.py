@@ -356,7 +356,8 @@ class Engine(GradientSync):
         return loss
 
     def _step_shards(self, optimizer: Optimizer) -> None:
-        """Step DeepSpeed's optimizer with the hyperparameters of the program's, and return what it changes in them."""
+        """Step DeepSpeed's optimizer with the hyperparameters of the user's optimizer, and copy back those that the
+        step changes."""
         stepped, groups = self.zero.optimizer.param_groups, optimizer.param_groups
         if len(groups) != self._num_groups:
             raise RuntimeError(_LATE_GROUP.format(optimizer=type(optimizer).__name__))

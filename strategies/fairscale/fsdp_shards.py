@@ -290,7 +290,7 @@ def reveal(parameters: Iterable[Any]) -> None:
 
 
 def plain_of(tensor: Tensor) -> Tensor:
-    """A gradient, or what else it is, as a plain tensor."""
+    """A gradient, or any other value, as a plain tensor."""
     return tensor.plain if isinstance(tensor, GradientShard) else tensor
 
 

@@ -61,7 +61,7 @@ def take_calls(tensors: Iterable[Tensor]) -> dict[Tensor, Call | None]:
 
 @torch.no_grad()
 def repeat_call(tensor: Tensor, call: Call | None, made: Call | None) -> None:
-    """Initialise it by this call, unless it is the one that was `made` already."""
+    """Initialise the tensor by `call`, unless `made`, the call that has initialised it, is the same."""
     if call is not None and call != made:
         function, args, kwargs = call
         function(tensor, *args, **kwargs)

@@ -53,7 +53,7 @@ def refuse_different_models(
 
 
 def _refuse(module: nn.Module, *refused: tuple[Callable[[Tensor], bool], str]) -> None:
-    """Raise ValueError, with the sentence, for tensors of which one of these is true."""
+    """Raise ValueError if a tensor fulfils one of the predicates, with the sentence of that predicate."""
     named = [*module.named_parameters(), *module.named_buffers()]
     for is_refused, sentence in refused:
         names = [name for name, tensor in named if is_refused(tensor)]

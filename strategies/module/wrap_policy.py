@@ -33,7 +33,7 @@ def check_policy(policy: object, option: str) -> None:
 
 
 def matching(module: nn.Module, policy: Policy | None, option: str) -> list[nn.Module]:
-    """The submodules of `module`, itself included, that the policy selects, outer before inner. None selects none.
+    """The submodules that the policy selects, `module` itself included, outer before inner. None selects none.
 
     Raises: ValueError: it selects none; "blocks" may. TypeError: the policy has another type.
     """
