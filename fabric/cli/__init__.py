@@ -1,5 +1,5 @@
 """The command line: `fabric run` starts a script with options for its `Fabric(...)`, `fabric doctor` reports what this
-machine can run, `fabric consolidate` exports a checkpoint.
+machine can run, `fabric consolidate` exports a checkpoint, `fabric verify` compares a script with one process.
 
 Each command imports what it needs when it runs, so that `--help` starts without torch.
 """
@@ -33,6 +33,9 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action=_Version, help="show the versions of torchfabric, torch and Python")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", allow_abbrev=False, help="start a script, with options for its Fabric(...)"))
+    _add_verify(
+        commands.add_parser("verify", allow_abbrev=False, help="compare a script's numbers with those of one process")
+    )
     doctor = commands.add_parser("doctor", help="show what this machine can run, and why not the rest")
     doctor.add_argument("--json", action="store_true", help="as JSON, for programs")
     doctor.add_argument("--strategies", action="store_true", help="what each strategy can and cannot do")
@@ -76,6 +79,25 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         "Start SCRIPT as `python SCRIPT` does. The options set arguments of its `Fabric(...)` that the script leaves "
         "at their defaults; it is an error if the script sets another value."
     )
+    _add_options(command)
+
+
+def _add_verify(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Run SCRIPT as `fabric run` does, and again in one process over the same global batches, and compare gradients "
+        "and weights step by step. Exit code 0: equal within rounding. 1: they differ, or nothing was compared."
+    )
+    command.add_argument("--steps", type=int, default=8, metavar="N", help="steps of each optimizer (default: 8)")
+    command.add_argument("--tolerance", type=float, metavar="T", help="relative; by default rounding is measured")
+    command.add_argument("--against", metavar="WHAT", help="a record of --save, or a strategy, in place of one process")
+    command.add_argument("--save", metavar="FILE", help="write the record of the run as asked")
+    command.add_argument("--keep-dropout", action="store_true", help="leave layers of dropout on")
+    command.add_argument("--json", action="store_true", help="as JSON, for programs")
+    _add_options(command)
+
+
+def _add_options(command: argparse.ArgumentParser) -> None:
+    """The options for the script's `Fabric(...)`, the script, and its own arguments."""
     for option, metavar, help_text in (
         ("accelerator", "NAME", "auto, cpu, cuda, mps, ..."),
         ("strategy", "NAME", "auto, ddp, ...; `fabric doctor` lists them"),

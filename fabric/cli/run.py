@@ -20,16 +20,23 @@ def run(parsed: argparse.Namespace) -> int:
 
     Raises: ValueError, TypeError: an option has a wrong value, or there is no such script.
     """
-    options = {name: getattr(parsed, name) for name in OPTIONS if getattr(parsed, name) is not None}
-    for name, word in options.items():
-        OPTIONS[name](word, f"--{name.replace('_', '-')} {word}")
-    program = _program(parsed.script, parsed.script_arguments, is_module=parsed.module)
+    options = options_of(parsed)
+    program = program_of(parsed.script, parsed.script_arguments, is_module=parsed.module)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *program.arguments], {**os.environ, **as_variable(options, program)})
 
 
-def _program(script: str, arguments: list[str], *, is_module: bool) -> ProgramId:
+def options_of(parsed: argparse.Namespace) -> dict[str, str | bool]:
+    """The options for the script's `Fabric(...)`, as typed. Raises: ValueError, TypeError: one has a wrong value."""
+    options = {name: getattr(parsed, name) for name in OPTIONS if getattr(parsed, name) is not None}
+    for name, word in options.items():
+        OPTIONS[name](word, f"--{name.replace('_', '-')} {word}")
+    return options
+
+
+def program_of(script: str, arguments: list[str], *, is_module: bool) -> ProgramId:
+    """The program of a command line. Raises: ValueError: there is no such script."""
     if is_module:
         return ProgramId(arguments=("-m", script, *arguments), main=module_main(script))
     if not os.path.exists(script):

@@ -68,11 +68,15 @@ class Request:
         Raises: ValueError, TypeError: a value is wrong, or the two sources give different ones.
         """
         written = {name: _READ[name](value, f"{name}={value!r}") for name, value in arguments.items() if name in _READ}
-        typed = {name: _READ[name](value, f"{_option(name)} {value}") for name, value in options_in(environ).items()}
+        options = options_in(environ)
+        record = options.pop("record", None)
+        typed = {name: _READ[name](value, f"{_option(name)} {value}") for name, value in options.items()}
+        if record is not None:  # the command line says what is compared
+            written = {name: value for name, value in written.items() if name not in typed}
         ours = OursEnvironment()
         if ours.detect(environ) and (world := ours.world(environ)).size > 1 and cls(**written).asks_for_one(world):
             # The other options are for the ranks, not for a separate world of one process inside a rank.
-            typed = {name: word for name, word in typed.items() if name in ("accelerator", "precision")}
+            typed, record = {name: word for name, word in typed.items() if name in ("accelerator", "precision")}, None
         plugins = _several(arguments.get("plugins"))
         for plugin in plugins:
             if not isinstance(plugin, Precision | Environment | Check):
@@ -88,10 +92,14 @@ class Request:
                     "Pass one."
                 )
             written["precision"] = precision
+        merged = _merge(written, typed)
         return cls(
-            **_merge(written, typed),
+            **merged,
             environment=_only([plugin for plugin in plugins if isinstance(plugin, Environment)]),
-            checks=tuple(plugin for plugin in plugins if isinstance(plugin, Check)),
+            checks=(
+                *_recorder(record, merged.get("strategy", "auto")),
+                *(plugin for plugin in plugins if isinstance(plugin, Check)),
+            ),
             callbacks=_several(arguments.get("callbacks")),
             loggers=_several(arguments.get("loggers")),
         )
@@ -104,6 +112,17 @@ class Request:
         if isinstance(self.strategy, Strategy):
             return self.strategy.launchers == ("inline",)
         return self.strategy == "single_device" or (self.strategy == "auto" and world.local_size > 1)
+
+
+def _recorder(option: str | bool | None, strategy: str | Strategy) -> tuple[Check, ...]:
+    """The check that records the run, for `fabric verify`."""
+    if option is None:
+        return ()
+    from fabric.verify.recorder import Recorder
+    from fabric.verify.recording import Recording
+
+    name = strategy if isinstance(strategy, str) else type(strategy).__name__
+    return (Recorder(Recording.of_option(str(option)), name),)
 
 
 def _several(value: object) -> tuple[Any, ...]:

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.stored import in_memory, mapped_module
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
-from fabric.strategies.tensors.dtensor import gathered_weight
+from fabric.strategies.tensors.dtensor import gathered_weight, whole
+from fabric.strategies.tensors.in_shards import InShards
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.wrapped import is_wrapped, plain_state, plain_tensors
 
@@ -118,6 +119,15 @@ class StateAccess(ABC):
     def gather(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Copies of parameters in shards, whole on every rank, through which gradients flow; others as they are."""
         return list(map(gathered_weight, parameters))
+
+    def gradients(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """The averaged gradients of a module by name, whole, one at a time. A rank may leave out those of other ranks.
+
+        Ranks: all, after a synchronised backward.
+        """
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None and not isinstance(parameter.grad, InShards):
+                yield name, whole(parameter.grad)
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         """As `write_module`, from a state with a `Stored` for each tensor."""

@@ -9,7 +9,7 @@ random generators of the process or of a sampler: their states are restored.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,11 +31,12 @@ from fabric.strategies.data.content import (
 from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch
 from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.iterable import PreparedStream, SplitStream, split_stream
+from fabric.strategies.data.joined import JoinedBatches, JoinedCut, JoinedStream
 from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.partition import Cut, RoundRobinCut, SampleCut
 from fabric.strategies.data.positions import own_position
 from fabric.strategies.data.rng import Rng, own_rngs, process_rngs, torch_rng, write_all
-from fabric.strategies.data.share import Share, Uneven, Use
+from fabric.strategies.data.share import Joined, Share, Uneven, Use
 from fabric.strategies.data.split import parts_of, split_of
 from fabric.strategies.data.take import length_of
 from fabric.strategies.data.transfer import Carry, one_ahead, one_by_one
@@ -87,7 +88,7 @@ def process_dataloader(
             f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated. Pass a `DataLoader`."
         )
     setup = _Setup(share, use != "train", ranks, progress, report, uneven, in_step)
-    split = split_of(loader, share) if distribute else None
+    split = split_of(loader, share) if distribute and progress.joined is None else None
     accelerated = move and device.type != "cpu"
     # Prefetch only what workers load: another iterable may depend on the loop, a stateful loader counts what was
     # fetched, and without workers loading a batch draws from the random generators of the loop.
@@ -103,6 +104,9 @@ def process_dataloader(
         # Each rank reads its own loader, perhaps alone: no collective unless `uneven` was passed.
         agreement = None if uneven is None else _agreement(loader, type(loader).__name__, setup)
         reading = replace(_own(loader, setup), agreement=agreement)
+    elif progress.joined is not None and not (isinstance(loader, DataLoader) and loader.batch_sampler is not None):
+        source = JoinedBatches(loader, progress.joined.count)
+        reading = Reading(source=source, epochal=_epochal(loader, loader))
     elif ranks.size == 1 and own_position(loader) is not None:
         reading = _whole(loader)
     elif isinstance(loader, DataLoader):
@@ -139,6 +143,22 @@ class _Setup:
     report: Callable[[str], None]
     when_ended: Uneven | None
     in_step: bool
+
+    @property
+    def joined(self) -> Joined | None:
+        """The shares that this process reads in place of other ranks, unless it reads the loader whole."""
+        return None if self.ranks is _ALONE else self.progress.joined
+
+    @property
+    def shares(self) -> Share:
+        """This rank's share; that of rank 0 for a process that reads in place of several ranks."""
+        return self.share if self.joined is None else self.joined.shares()[0]
+
+    def of_all_shares(self, cut: Cut) -> Cut:
+        """The cut, of all shares in one batch for a process that reads in place of several ranks."""
+        if self.joined is None:
+            return cut
+        return JoinedCut(share=Share(), uneven=cut.uneven, cut=cut, joined=self.joined)
 
     @property
     def evaluates_in_step(self) -> bool:
@@ -226,7 +246,8 @@ def _indexed(loader: DataLoader[Any], setup: _Setup) -> Reading:
     process = {"torch": torch_rng()} if is_torchs_own else process_rngs()
     order, seed, states = _order(process, loader, setup, shuffles=type(items) not in _WITHOUT_DRAWS)
     is_seeded = loader.num_workers > 0
-    name, index = index_source(loader, setup.share, setup.uneven, order, is_seeded=is_seeded)
+    name, index = index_source(loader, setup.shares, setup.uneven, order, is_seeded=is_seeded)
+    index.cut = setup.of_all_shares(index.cut)
     if order.is_shared:
         described = {
             "dataset": describe_dataset(loader.dataset),
@@ -310,7 +331,11 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
         setup.report(part)
     cut: Cut = RoundRobinCut(share=share, uneven=setup.uneven)
     if batch_size is not None:
-        cut = SampleCut(share=share, uneven=setup.uneven, batch_size=batch_size, drop_last=loader.drop_last)
+        cut = SampleCut(share=setup.shares, uneven=setup.uneven, batch_size=batch_size, drop_last=loader.drop_last)
+        cut = setup.of_all_shares(cut)
+        parts = [split_stream(dataset, each) for each in setup.joined.shares()] if setup.joined is not None else []
+        if split := [part for part in parts if isinstance(part, SplitStream)]:
+            return _joined_parts(loader, split, batch_size, setup)
     drawn_here = order if loader.num_workers == 0 else None
     stream = PreparedStream(dataset, cut, order=drawn_here, is_reseeded=loader.persistent_workers)
     source = _copy(loader, dataset=stream, batch_sampler=None)
@@ -320,6 +345,15 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
         stream=stream,
         announce=stream.announce,
         epochal=_epochal(loader, source),
+    )
+
+
+def _joined_parts(loader: DataLoader[Any], parts: Sequence[SplitStream], batch_size: int, setup: _Setup) -> Reading:
+    assert setup.joined is not None
+    stream = JoinedStream([part.part for part in parts], batch_size, setup.joined)
+    begin = tuple(part.set_epoch for part in parts)
+    return Reading(
+        source=_copy(loader, dataset=stream, batch_sampler=None), epochal=_epochal(loader, loader), begin=begin
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, final
 import torch
 
 from fabric.strategies.data.rng import digest
+from fabric.strategies.data.share import Joined
 from fabric.strategies.data.uneven import Agreed
 
 End: TypeAlias = Callable[[bool], None]
@@ -42,6 +43,8 @@ class LoopProgress:
         self.ahead = ReadAhead()
         self.note_batch: Callable[[Any, object], None] | None = None
         """Called with each batch that the loop receives, and the `Iteration` that it is of."""
+        self.joined: Joined | None = None
+        """For one process that reads in place of several ranks; None: it reads a share of its own."""
 
     @property
     def num_updates(self) -> int:

@@ -5,9 +5,10 @@ A share is not a rank: ranks that hold parts of one model (tensor parallel) have
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
@@ -32,3 +33,19 @@ class Share:
         size, longer = divmod(len(items), self.count)
         start = self.index * size + min(self.index, longer)
         return items[start : start + size + (self.index < longer)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """The number of shares that are read as one, and whether the samples of each batch are permuted."""
+
+    count: int
+    permuted: bool
+
+    def order(self, samples: list[Any]) -> list[Any]:
+        """The samples of a batch, permuted if asked for: by their number alone, so that a run can be repeated."""
+        return random.Random(len(samples)).sample(samples, len(samples)) if self.permuted else samples
+
+    def shares(self) -> list[Share]:
+        """The shares, in the order of ranks."""
+        return [Share(index=index, count=self.count) for index in range(self.count)]

@@ -177,7 +177,7 @@ class Engine(GradientSync):
         return self.trained
 
     def scale(self, factor: Factor) -> None:
-        with self._gradients() as shards:
+        with self.gradients() as shards:
             multiply(shards, factor)
 
     # Gradients
@@ -185,7 +185,7 @@ class Engine(GradientSync):
     def clip_norm(self, _: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale the gradients so that their norm over all shards is at most `max_norm`. Returns the former norm."""
         order = float(norm_type)
-        with self._gradients() as shards:
+        with self.gradients() as shards:
             total = self._norm(shards, order)
             if error_if_nonfinite and not self.zero.needs_scaler() and not total.isfinite():
                 raise RuntimeError(
@@ -212,18 +212,18 @@ class Engine(GradientSync):
     def clip_value(self, _: Optimizer, clip_val: float) -> None:
         """Clamp each gradient to `[-clip_val, clip_val]`."""
         bound = clip_val * float(self.zero.loss_scale)
-        with self._gradients() as shards:
+        with self.gradients() as shards:
             for shard in shards:
                 shard.clamp_(-bound, bound)
 
     def is_finite(self, _: Optimizer) -> bool:
         """Whether all gradients are finite on all ranks. Ends the accumulation window, as clipping does."""
-        with self._gradients() as shards:
+        with self.gradients() as shards:
             found = all_finite(shards)
         return self.runtime.collective.reduce_boolean_decision(found)
 
     @contextmanager
-    def _gradients(self) -> Iterator[list[Tensor]]:
+    def gradients(self) -> Iterator[list[Tensor]]:
         """Context: this rank's shards of the averaged gradients, to be changed in place. Ends the window."""
         self._take_placeholders()
         try:

@@ -7,7 +7,7 @@ Weights are those of the optimizer, in float32 whatever dtype the model computes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from functools import cache
 from typing import Any, cast, final
@@ -27,11 +27,18 @@ from fabric.strategies.tensors.wrapped import plain_state
 class ZeroState(StateAccess):
     """The state of one engine's module and optimizer. `zero`: DeepSpeed's optimizer; None if nothing is trained.
 
-    `groups`: the parameters of the user's optimizer, by group.
+    `groups`: the parameters of the user's optimizer, by group. `averaged`: the context in which gradients are averaged.
     """
 
-    def __init__(self, world: World, stage: int, zero: Any, groups: Sequence[Sequence[Tensor]]) -> None:
-        self.world, self.stage, self.zero, self.groups = world, stage, zero, groups
+    def __init__(
+        self,
+        world: World,
+        stage: int,
+        zero: Any,
+        groups: Sequence[Sequence[Tensor]],
+        averaged: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self.world, self.stage, self.zero, self.groups, self._averaged = world, stage, zero, groups, averaged
         trained = () if zero is None else zero.fp16_groups if stage == 3 else zero.bit16_groups
         self.trained = {id(parameter) for group in trained for parameter in group}
 
@@ -82,6 +89,17 @@ class ZeroState(StateAccess):
             if copy.grad_fn is not None:
                 _gather_for_gradient(parameter, copy.grad_fn.next_functions[0][0])
         return copies
+
+    def gradients(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        from deepspeed.utils import safe_get_full_grad
+
+        with self._averaged():
+            for name, parameter in module.named_parameters():
+                if id(parameter) in self.trained:
+                    with _reached(parameter):
+                        gradient = safe_get_full_grad(parameter)
+                    if gradient is not None:
+                        yield name, gradient / float(self.zero.loss_scale)
 
     def _whole(self, tensor: Tensor) -> Tensor:
         from deepspeed.runtime.zero import GatheredParameters

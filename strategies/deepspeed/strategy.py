@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -169,7 +169,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         groups = [list(group["params"]) for group in optimizer.param_groups]
         engine = self._initialize(runtime, module, copy_of(optimizer), move)
         sync = Engine(runtime, module, engine, self._stage, broadcast_buffers=self.broadcast_buffers)
-        state = ZeroState(runtime.world, self._stage, engine.optimizer, groups)
+        state = ZeroState(runtime.world, self._stage, engine.optimizer, groups, sync.gradients)
         if self._stage != 3:  # at stage 3 the weights stay sharded and need DeepSpeed's attributes
             stack.callback(forget)
         stack.callback(sync.release)
@@ -268,7 +268,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             clip_value=refuse,
             is_finite=refuse,
             release=stack.pop_all().close,
-            state=ZeroState(runtime.world, self._stage, None, ()),
+            state=ZeroState(runtime.world, self._stage, None, (), nullcontext),
         )
 
 

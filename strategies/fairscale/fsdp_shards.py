@@ -12,7 +12,7 @@ steps of prepared optimizers have plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, cast, final
 
@@ -188,6 +188,11 @@ class SlicedState(StateAccess):
             copies.append(parameter.clone())  # while it is whole: FairScale's backward expects a whole gradient
             parameter.data = own
         return copies
+
+    def gradients(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                yield name, whole_of(self._collective, plain_of(parameter.grad), cast(Any, parameter)._orig_size)
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         return self._module_state(module, self._kept)

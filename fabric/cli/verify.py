@@ -1,0 +1,86 @@
+"""`fabric verify`: the numbers of one process, compared with those of a strategy on the user's own program."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fabric.cli.run import options_of, program_of
+from fabric.verify.record import Record, Step
+from fabric.verify.runs import Program, ProgramError, Verdict, verify_program
+
+
+def verify(parsed: argparse.Namespace) -> int:
+    """Run, compare, print. Returns 0 if the numbers are equal, 1 if not.
+
+    Raises: ValueError: an option is wrong, there is no such script, or the program failed in a run.
+    """
+    program = Program(
+        program=program_of(parsed.script, parsed.script_arguments, is_module=parsed.module),
+        options=options_of(parsed),
+        num_steps=parsed.steps,
+        keeps_dropout=parsed.keep_dropout,
+    )
+    try:
+        verdict = verify_program(program, parsed.tolerance, parsed.against, parsed.save)
+    except ProgramError as error:
+        raise ValueError(str(error)) from error
+    if parsed.json:
+        print(json.dumps(as_json(verdict)))
+    else:
+        show(verdict, Console())
+    return 0 if verdict.is_equal else 1
+
+
+def as_json(verdict: Verdict) -> dict[str, Any]:
+    """The verdict and the table as plain data."""
+    return {
+        "equal": verdict.is_equal,
+        "verdict": verdict.sentence,
+        "causes": list(verdict.causes),
+        "difference": None
+        if verdict.comparison is None or verdict.comparison.difference is None
+        else asdict(verdict.comparison.difference),
+        "steps": [
+            {"step": number, "reference": _numbers(one), "run": _numbers(other)}
+            for number, (one, other) in enumerate(_pairs(verdict), 1)
+        ],
+    }
+
+
+def show(verdict: Verdict, console: Console) -> None:
+    """Print the table, the verdict, and the causes of a difference."""
+    reference, run = verdict.reference, verdict.run
+    table = Table("step", "", _name(reference), _name(run), "difference")
+    for number, (one, other) in enumerate(_pairs(verdict), 1):
+        for place, (words, value) in enumerate(_numbers(one).items()):
+            theirs = _numbers(other)[words]
+            table.add_row(
+                "" if place else str(number), words, f"{value:.8g}", f"{theirs:.8g}", _difference(value, theirs)
+            )
+    console.print(table)
+    console.print(verdict.sentence, style="bold green" if verdict.is_equal else "bold red", highlight=False)
+    for cause in verdict.causes:
+        console.print(f"- {cause}", highlight=False, markup=False)
+
+
+def _pairs(verdict: Verdict) -> list[tuple[Step, Step]]:
+    return list(zip(verdict.reference.steps, verdict.run.steps, strict=False))
+
+
+def _name(record: Record) -> str:
+    return f"{record.strategy}, {record.num_ranks} rank{'s' * (record.num_ranks != 1)}"
+
+
+def _numbers(step: Step) -> dict[str, float]:
+    rate = step.learning_rates[0] if step.learning_rates else 0.0
+    return {"loss": step.loss, "gradient norm": step.gradient_norm, "learning rate": rate}
+
+
+def _difference(one: float, other: float) -> str:
+    return "0" if one == other else f"{abs(one - other) / (abs(one) or 1.0):.1e}"

@@ -1,0 +1,166 @@
+"""The record of a run: per step the loss, the norm of the gradient, the learning rate, and of each tensor a norm and a
+sketch. A few numbers per tensor, whatever its size; written as JSON, so that reading a record runs no code.
+
+# Note [Sketches]
+A sketch of a tensor is a few sums of its elements with random signs, the same signs in every record. It is linear, so
+the difference of two sketches is the sketch of the difference, whose norm estimates that of the difference within about
+a half, without the tensors. Source: the count sketch, Charikar, Chen, Farach-Colton, "Finding frequent items in data
+streams", ICALP 2002.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+LENGTH = 8
+"""Numbers in a sketch."""
+FORMAT = 1
+_CHUNK = 2**18
+
+Sketch: TypeAlias = tuple[float, ...]
+"""The norm of a tensor, and the sums of its elements with random signs."""
+
+
+@torch.no_grad()
+def sketch_of(tensor: Tensor) -> Sketch:
+    """See Note [Sketches]. In float64; waits for the tensor's device."""
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    sums, square = torch.zeros(LENGTH, dtype=torch.float64), 0.0
+    for number, part in enumerate(tensor.detach().reshape(-1).split(_CHUNK)):
+        values = part.to("cpu", torch.float64)
+        square += float(values.square().sum())
+        signed = values * _signs(number % 16)[: values.numel()]
+        sums += torch.nn.functional.pad(signed, (0, -values.numel() % LENGTH)).view(-1, LENGTH).sum(0)
+    return math.sqrt(square), *sums.tolist()
+
+
+@lru_cache(maxsize=16)
+def _signs(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.float64) * 2 - 1
+
+
+def distance(one: Sketch, other: Sketch) -> float:
+    """An estimate of the norm of the difference; NaN if one of the tensors is not finite."""
+    return math.dist(one[1:], other[1:])
+
+
+def factor_of(reference: Sketch, other: Sketch) -> float | None:
+    """The number by which the reference would have to be multiplied to be the other; None: it is no multiple of it."""
+    square = _product(reference, reference)
+    if square == 0 or not all(map(math.isfinite, (*reference, *other))):
+        return None
+    factor = _product(reference, other) / square
+    rest = math.sqrt(sum((b - factor * a) ** 2 for a, b in zip(reference[1:], other[1:], strict=True)))
+    return factor if rest < 1e-2 * abs(factor) * math.sqrt(square) else None
+
+
+def _product(one: Sketch, other: Sketch) -> float:
+    return sum(a * b for a, b in zip(one[1:], other[1:], strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """What one rank saw in one step."""
+
+    num_samples: int = 0
+    """Of the batches of prepared loaders."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Of integer tensors in the batches: how many elements are neither -100 nor 0, by the place in the batch."""
+    shapes: Sequence[Sequence[int]] = ()
+    """The shapes of the batches' tensors, without the first dimension."""
+    data: int = 0
+    """A digest of the samples, whatever their order."""
+    draws: bool = False
+    """Whether random numbers were drawn between the last batch and the backward."""
+    num_batches: int = 0
+    gathers: Sequence[str] = ()
+    """The lines at which the program gathered tensors between the last batch and the backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of one optimizer."""
+
+    optimizer: str
+    loss: float
+    """The mean over the ranks, or with `weight=` the sum, added up over the backward passes of the step."""
+    learning_rates: Sequence[float]
+    is_weighted: bool
+    was_skipped: bool
+    gradients: Mapping[str, Sketch]
+    """Averaged and unscaled, before they are clipped."""
+    weights: Mapping[str, Sketch]
+    """After the step."""
+    ranks: Sequence[RankFacts] = ()
+
+    @property
+    def gradient_norm(self) -> float:
+        """The norm of all gradients together."""
+        return math.sqrt(sum(sketch[0] ** 2 for sketch in self.gradients.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What one run has recorded."""
+
+    strategy: str
+    num_ranks: int
+    num_shares: int
+    """Into how many parts the data was split."""
+    precision: str
+    eps: float
+    """The rounding of the dtype in which parameters are computed."""
+    initial: Mapping[str, Sketch]
+    """The weights before the first step."""
+    order: Sequence[str]
+    """The names of parameters, in the order in which forward uses them."""
+    layers: Sequence[str]
+    """Kinds of layers in training mode that depend on the batch: BatchNorm."""
+    steps: Sequence[Step]
+    ended: str
+    """Why the record ends: "steps", or "program" if the program ended before."""
+
+    def save(self, path: Path) -> None:
+        """Write the record, complete or not at all."""
+        content = {"format": FORMAT, **asdict(self)}
+        part = path.with_name(path.name + ".part")
+        part.write_bytes(gzip.compress(json.dumps(content).encode()))
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Record:
+        """Read a record. Raises: ValueError: it is damaged, or no record of this version."""
+        try:
+            content = json.loads(gzip.decompress(path.read_bytes()))
+            if content.pop("format") != FORMAT:
+                raise ValueError("another version of torchfabric has written it")
+            steps = [
+                Step(
+                    **{
+                        **step,
+                        **_sketches(step, "gradients", "weights"),
+                        "ranks": [RankFacts(**r) for r in step["ranks"]],
+                    }
+                )
+                for step in content.pop("steps")
+            ]
+            return cls(**{**content, **_sketches(content, "initial"), "steps": steps})
+        except FileNotFoundError:
+            raise ValueError(f"`{path}` is not a file. Write the path of a record that `--save` wrote.") from None
+        except (AttributeError, EOFError, KeyError, OSError, TypeError, ValueError) as error:
+            raise ValueError(f"`{path}` is no complete record of `fabric verify --save`: {error}.") from error
+
+
+def _sketches(content: Mapping[str, Any], *names: str) -> dict[str, dict[str, Sketch]]:
+    return {name: {key: tuple(value) for key, value in content[name].items()} for name in names}

@@ -1,0 +1,179 @@
+"""Runs a program as asked, and in one process, and compares: the implementation of `fabric verify`.
+
+Each run is a process of its own, started like `fabric run`; a record is all that comes back.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fabric.configure.run_options import ProgramId, as_variable
+from fabric.verify.causes import causes, factor_in_words
+from fabric.verify.comparison import Comparison, compare, why_nothing
+from fabric.verify.record import Record
+from fabric.verify.recording import Recording
+
+REFERENCE: Mapping[str, str] = {"strategy": "single_device", "devices": "1", "num_nodes": "1", "launcher": "auto"}
+
+
+class ProgramError(RuntimeError):
+    """The program failed before it had a record; the message has its output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The result of `verify`."""
+
+    is_equal: bool
+    """Whether the run has the numbers of the reference."""
+    sentence: str
+    causes: Sequence[str]
+    """What may explain a difference, the likeliest first."""
+    reference: Record
+    run: Record
+    comparison: Comparison | None = None
+    """None: nothing was compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A program and the options of `fabric run` with which it is verified."""
+
+    program: ProgramId
+    options: Mapping[str, str | bool] = field(default_factory=dict)
+    num_steps: int = 8
+    keeps_dropout: bool = False
+    timeout_seconds: float | None = None
+
+    def record(self, name: str, options: Mapping[str, str | bool], folder: Path, **recorded: object) -> Record:
+        """Run the program, and read its record. Raises: ProgramError: it failed, or stopped without a record."""
+        path = folder / f"{name}.record"
+        recording = Recording(
+            path=str(path),
+            num_steps=self.num_steps,
+            keeps_dropout=self.keeps_dropout,
+            **recorded,  # type: ignore[arg-type]
+        )
+        variable = as_variable({**options, "record": recording.as_option()}, self.program)
+        with (folder / f"{name}.log").open("w+b") as log:
+            ended = subprocess.run(
+                [sys.executable, *self.program.arguments],
+                env={"PYTHONHASHSEED": "0", **os.environ, **variable},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=self.timeout_seconds,
+            )
+            log.seek(0)
+            said = log.read().decode(errors="replace").strip()
+        if path.exists():
+            return Record.load(path)
+        if ended.returncode:
+            raise ProgramError(f"The program failed {name}, with exit code {ended.returncode}:\n{said}")
+        raise ProgramError(
+            f"The program ended {name} without a record: it launches no `Fabric`, or leaves before `fabric.close()`. "
+            f"It printed:\n{said}"
+        )
+
+
+def verify_program(
+    program: Program, tolerance: float | None = None, against: str | None = None, save: str | None = None
+) -> Verdict:
+    """See `fabric.testing.verify`. `against`: a record that was saved, or a strategy; None: one process."""
+    known = None if against is None or not _is_file(against) else Record.load(Path(against))
+    with tempfile.TemporaryDirectory(prefix="fabric-verify-") as name:
+        folder = Path(name)
+        run = program.record("as asked", {"sanitize": "always", **program.options}, folder)
+        if save is not None:
+            run.save(Path(save))
+        if known is not None:
+            _refuse_other_model(known, run, str(against))
+            return judge(known, None, run, tolerance)
+        options = {name: word for name, word in program.options.items() if name in ("accelerator", "precision")}
+        if against is not None:
+            options |= {name: word for name, word in program.options.items() if name in ("devices", "num_nodes")}
+            reference = program.record(
+                f"under {against}", {**options, "strategy": against, "sanitize": "False"}, folder
+            )
+            return judge(reference, None, run, tolerance)
+        options |= REFERENCE
+        reference = program.record("in one process", options, folder, in_place_of=run.num_shares)
+        permuted = program.record(
+            "in one process, permuted", options, folder, in_place_of=run.num_shares, permuted=True
+        )
+    return judge(reference, permuted, run, tolerance)
+
+
+def judge(reference: Record, permuted: Record | None, run: Record, tolerance: float | None) -> Verdict:
+    """Compare the records, and say in one sentence what was found."""
+    for record, words in ((run, "as asked"), (reference, "in the reference")):
+        reason = why_nothing(record)
+        if reason is not None:
+            sentence = f"Nothing was compared: {words}, {reason}."
+            return Verdict(is_equal=False, sentence=sentence, causes=(), reference=reference, run=run)
+    found = compare(reference, permuted, run, tolerance)
+    difference = found.difference
+    if difference is not None:
+        when = f"step {difference.step}" if difference.step else "the start"
+        how = factor_in_words(reference, run, difference)
+        relative = (
+            f", {difference.relative:.2g} of its norm" if difference.relative < float("inf") else ", on one side alone"
+        )
+        sentence = (
+            f"The runs part in {when}: the {difference.kind} of `{difference.name}` under {run.strategy} on "
+            f"{run.num_ranks} ranks differs from that of {_whose(reference)}{how or relative}."
+        )
+        return Verdict(
+            is_equal=False,
+            sentence=sentence,
+            causes=causes(reference, run, difference),
+            reference=reference,
+            run=run,
+            comparison=found,
+        )
+    if found.num_compared == 0:
+        sentence = (
+            "Nothing was compared: two runs of one process, with the samples of each batch in another order, part in "
+            "the first step already. The model amplifies rounding; compare in a higher precision."
+        )
+        return Verdict(is_equal=False, sentence=sentence, causes=(), reference=reference, run=run, comparison=found)
+    steps = f"{found.num_compared} step{'s' * (found.num_compared != 1)}"
+    sentence = (
+        f"The numbers of {_whose(reference)}: {run.strategy} on {run.num_ranks} ranks is equal in {steps}, within the "
+        f"rounding of this model (at most {found.largest:.1e} of a tensor's norm)."
+    )
+    if found.parted_at is not None:
+        sentence += (
+            f" From step {found.parted_at} on two runs of one process part themselves: nothing is compared there."
+        )
+    elif len(run.steps) != len(reference.steps):
+        sentence = (
+            f"The runs have different numbers of steps: {len(run.steps)} under {run.strategy}, and "
+            f"{len(reference.steps)} in {_whose(reference)}."
+        )
+        return Verdict(is_equal=False, sentence=sentence, causes=(), reference=reference, run=run, comparison=found)
+    return Verdict(is_equal=True, sentence=sentence, causes=(), reference=reference, run=run, comparison=found)
+
+
+def _whose(reference: Record) -> str:
+    return "one process" if reference.num_ranks == 1 else f"{reference.strategy} on {reference.num_ranks} ranks"
+
+
+def _is_file(word: str) -> bool:
+    return os.path.exists(word) or os.sep in word or "." in word
+
+
+def _refuse_other_model(reference: Record, run: Record, path: str) -> None:
+    other = next(
+        (name for name in (*run.initial, *reference.initial) if (name in run.initial) != (name in reference.initial)),
+        None,
+    )
+    if other is not None:
+        where = "this program" if other in run.initial else f"`{path}`"
+        raise ValueError(f"`{path}` is the record of another model: `{other}` is in {where} alone. Record it again.")
