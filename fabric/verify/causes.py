@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fabric.strategies.tensors.parameters import name_some
 from fabric.verify.comparison import Difference
 from fabric.verify.record import RankFacts, Record, Step, factor_of
 
@@ -11,6 +12,18 @@ from fabric.verify.record import RankFacts, Record, Step, factor_of
 def causes(reference: Record, run: Record, difference: Difference) -> list[str]:
     """Sentences, the likeliest first. Empty: nothing in the records explains the difference."""
     return list(dict.fromkeys(_causes(reference, run, difference)))
+
+
+def causes_of_chaos(reference: Record, permuted: Record) -> list[str]:
+    """Why two runs of one process, which differ in the order of samples alone, part in the first step."""
+    found = []
+    if reference.steps and permuted.steps:
+        one, two = reference.steps[0], permuted.steps[0]
+        if _reads_other_samples(one, two):
+            found.append(_OTHER_SAMPLES)
+        if any(rank.draws for rank in one.ranks):
+            found.append(_DRAWS)
+    return found
 
 
 def factor_in_words(reference: Record, run: Record, difference: Difference) -> str:
@@ -36,13 +49,12 @@ def _causes(reference: Record, run: Record, difference: Difference) -> Iterator[
         return
     number = difference.step - 1
     step, other = reference.steps[number], run.steps[number]
-    before = (reference.steps[number - 1], run.steps[number - 1]) if number else None
     if step.learning_rates != other.learning_rates and difference.kind == "weight":
         yield _LEARNING_RATE.format(one=_rates(step), other=_rates(other))
     if other.was_skipped and not step.was_skipped:
         yield _SKIPPED
-    if difference.kind == "gradient" and before is not None and _changed_outside(reference, run, number):
-        yield _OUTSIDE
+    if changed := sorted({name for rank in (*step.ranks, *other.ranks) for name in rank.changed}):
+        yield _OUTSIDE.format(names=name_some(changed))
     if _reads_other_samples(step, other):
         yield _OTHER_SAMPLES if any(rank.num_batches for rank in step.ranks) else _NO_LOADER
     yield from _of_gradients(reference, run, step, other, difference)
@@ -88,11 +100,6 @@ def _reads_other_samples(step: Step, other: Step) -> bool:
     return sum(rank.data for rank in ours) % 2**62 != sum(rank.data for rank in theirs) % 2**62
 
 
-def _changed_outside(reference: Record, run: Record, number: int) -> bool:
-    """Never known from sketches after steps alone: gradients of equal weights differ for other reasons, too."""
-    return False
-
-
 def _rates(step: Step) -> str:
     return ", ".join(f"{rate:g}" for rate in step.learning_rates)
 
@@ -134,7 +141,10 @@ _DRAWS = (
     "Random numbers are drawn in forward (dropout as a function, noise): ranks draw other numbers than one process. "
     "Layers of dropout are switched off here; switch this off, too."
 )
-_OUTSIDE = "A weight is changed outside of the optimizer's step, by values of a rank."
+_OUTSIDE = (
+    "{names} changed outside of an optimizer's step: each rank changes its own copy, or its shard. Change weights by "
+    "values that are the same on all ranks."
+)
 _FACTOR = (
     "The gradient is off by the number of ranks ({ranks}): a loss divided or multiplied by `fabric.world_size`, or a "
     "gradient that is summed over the ranks once more after `fabric.backward`, which averages it."

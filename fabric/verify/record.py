@@ -84,6 +84,8 @@ class RankFacts:
     draws: bool = False
     """Whether random numbers were drawn between the last batch and the backward."""
     num_batches: int = 0
+    changed: Sequence[str] = ()
+    """Parameters that have changed since the last step, before this one."""
     gathers: Sequence[str] = ()
     """The lines at which the program gathered tensors between the last batch and the backward."""
 

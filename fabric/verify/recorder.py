@@ -44,6 +44,8 @@ class Recorder(Check):
         self.models: list[Prepared] = []
         self.optimizers: list[Optimizer] = []
         self.initial: dict[str, Sketch] = {}
+        self.latest: dict[str, Sketch] = {}
+        """The weights after the last step of their optimizer."""
         self.order: list[str] = []
         self.layers: set[str] = set()
         self.steps: list[Step] = []
@@ -121,6 +123,7 @@ class Recorder(Check):
                 prefix = self._prefix(number)
                 for name, gradient in model.state.gradients(uncompiled(model.module)):
                     self.gradients[prefix + name] = sketch_of(gradient)
+                self._note_changes(self._weights(number))
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self.is_done:
@@ -141,11 +144,19 @@ class Recorder(Check):
                 weights=weights,
             )
         )
+        self.latest |= weights
         self.facts.append(self.now)
         self.gradients, self.loss, self.now = {}, 0.0, RankFacts()
         if len(self.steps) >= self.recording.num_steps * len(self.optimizers):
             self._write("steps")
             raise SystemExit(0)
+
+    def _note_changes(self, weights: Mapping[str, Sketch]) -> None:
+        """Note parameters that are not as the last step has left them."""
+        names = [
+            name for name in weights if name in self.gradients and self.latest.get(name, weights[name]) != weights[name]
+        ]
+        self.now = replace(self.now, changed=[*dict.fromkeys((*self.now.changed, *names))])
 
     def closing(self) -> None:
         if not self.is_done:

@@ -9,14 +9,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fabric.configure.run_options import ProgramId, as_variable
-from fabric.verify.causes import causes, factor_in_words
+from fabric.strategies.data.rng import preserved_rngs
+from fabric.verify.causes import causes, causes_of_chaos, factor_in_words
 from fabric.verify.comparison import Comparison, compare, why_nothing
 from fabric.verify.record import Record
+from fabric.verify.recorder import Recorder
 from fabric.verify.recording import Recording
 
 REFERENCE: Mapping[str, str] = {"strategy": "single_device", "devices": "1", "num_nodes": "1", "launcher": "auto"}
@@ -110,6 +114,44 @@ def verify_program(
     return judge(reference, permuted, run, tolerance)
 
 
+def verify_function(
+    function: Callable[..., object],
+    args: Sequence[object],
+    options: Mapping[str, Any],
+    num_steps: int,
+    tolerance: float | None,
+    keeps_dropout: bool,
+) -> Verdict:
+    """See `fabric.testing.verify`."""
+    from fabric.fabric import Fabric
+
+    def record(name: str, options: Mapping[str, Any], **recorded: Any) -> Record:
+        path = folder / f"{name}.record"
+        recording = Recording(path=str(path), num_steps=num_steps, keeps_dropout=keeps_dropout, **recorded)
+        recorder = Recorder(recording, str(options["strategy"]))
+        with preserved_rngs():
+            Fabric(**options, plugins=[recorder]).launch(_run, function, args)
+        if not path.exists():
+            raise ProgramError(
+                f"`{getattr(function, '__name__', function)}` took no step {name}, and closed its fabric."
+            )
+        return Record.load(path)
+
+    one = {name: value for name, value in options.items() if name in ("accelerator", "precision")}
+    one |= {"strategy": "single_device", "devices": 1}
+    with tempfile.TemporaryDirectory(prefix="fabric-verify-") as name:
+        folder = Path(name)
+        run = record("as asked", {"sanitize": "always", **options})
+        reference = record("in one process", one, in_place_of=run.num_shares)
+        permuted = record("in one process, permuted", one, in_place_of=run.num_shares, permuted=True)
+    return judge(reference, permuted, run, tolerance)
+
+
+def _run(fabric: Any, function: Callable[..., object], args: Sequence[object]) -> None:
+    with suppress(SystemExit):  # of the recorder, after the last step
+        function(fabric, *args)
+
+
 def judge(reference: Record, permuted: Record | None, run: Record, tolerance: float | None) -> Verdict:
     """Compare the records, and say in one sentence what was found."""
     for record, words in ((run, "as asked"), (reference, "in the reference")):
@@ -140,9 +182,11 @@ def judge(reference: Record, permuted: Record | None, run: Record, tolerance: fl
     if found.num_compared == 0:
         sentence = (
             "Nothing was compared: two runs of one process, with the samples of each batch in another order, part in "
-            "the first step already. The model amplifies rounding; compare in a higher precision."
+            "the first step already."
         )
-        return Verdict(is_equal=False, sentence=sentence, causes=(), reference=reference, run=run, comparison=found)
+        known = [] if permuted is None else causes_of_chaos(reference, permuted)
+        why = known or ["The model amplifies rounding. Compare in a higher precision, such as `--precision 64-true`."]
+        return Verdict(is_equal=False, sentence=sentence, causes=why, reference=reference, run=run, comparison=found)
     steps = f"{found.num_compared} step{'s' * (found.num_compared != 1)}"
     sentence = (
         f"The numbers of {_whose(reference)}: {run.strategy} on {run.num_ranks} ranks is equal in {steps}, within the "

@@ -248,7 +248,9 @@ class Engine(GradientSync):
             kept.append(self.zero.grad_partitions_flat_buffer)
         else:
             self.zero.micro_step_id = -1
-            self.zero.averaged_gradients = dict.fromkeys(self.zero.averaged_gradients)
+            self.zero.averaged_gradients.update(
+                dict.fromkeys(self.zero.averaged_gradients)
+            )  # which parameters refer to
             self.zero.all_grad_tensors = {}
             if self._offloads:
                 self.zero.reset_cpu_buffers()

@@ -93,8 +93,8 @@ class ZeroState(StateAccess):
     def gradients(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_grad
 
-        with self._averaged():
-            for name, parameter in module.named_parameters():
+        with self._averaged() as shards:
+            for name, parameter in module.named_parameters() if shards else ():
                 if id(parameter) in self.trained:
                     with _reached(parameter):
                         gradient = safe_get_full_grad(parameter)
