@@ -8,7 +8,7 @@
         check(MyStrategy(), case, devices=2)
 
 It needs no test runner. A capability in the strategy's `lacks` must raise its error message; every other case must give
-the numbers of one process of plain PyTorch.
+the numbers of one process of plain PyTorch. `verify` asks the same of a user's own program.
 """
 
 from __future__ import annotations
@@ -20,5 +20,6 @@ from fabric.testing.checks import check as check
 from fabric.testing.checks import examine as examine
 from fabric.testing.checks import survey as survey
 from fabric.testing.drawn import Net as Net
+from fabric.testing.equality import verify as verify
 
-__all__ = ["Case", "Finding", "Net", "cases", "check", "examine", "survey"]
+__all__ = ["Case", "Finding", "Net", "cases", "check", "examine", "survey", "verify"]

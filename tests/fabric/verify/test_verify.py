@@ -1,0 +1,395 @@
+"""`fabric verify`: right programs are equal to one process, wrong ones part where they are wrong, and dead ones pass
+nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import template
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from fabric import Fabric
+from fabric.testing import verify
+
+mse = nn.functional.mse_loss
+
+
+def samples(number: int = 96) -> TensorDataset:
+    inputs = torch.randn(number, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+
+
+def set_up(fabric: Fabric, model: nn.Module, make: Callable[..., Optimizer] = AdamW, lr: float = 1e-2) -> Any:
+    return fabric.setup(model, make(model.parameters(), lr=lr))
+
+
+def trained(
+    fabric: Fabric,
+    make: Callable[[], nn.Module] = mlp,
+    dataset: Any = None,
+    batch_size: int = 8,
+    scale: float = 1.0,
+    lr: float = 1e-2,
+    after_step: Callable[[nn.Module], None] = lambda model: None,
+) -> None:
+    torch.manual_seed(0)
+    model, optimizer = set_up(fabric, make(), lr=lr)
+    shuffles = not isinstance(dataset, IterableDataset)
+    loader = fabric.setup_dataloaders(DataLoader(dataset or samples(), batch_size, shuffle=shuffles))
+    for _ in range(3):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            fabric.backward(mse(model(inputs), targets) * scale)
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            after_step(model)
+
+
+def a_plain_loop(fabric: Fabric) -> None:
+    trained(fabric)
+
+
+def sums_with_weights_in_windows(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    model, optimizer = set_up(fabric, mlp())
+    for window in fabric.accumulate(fabric.setup_dataloaders(DataLoader(samples(43), 5)), 2):
+        for inputs, targets in window:
+            fabric.backward(mse(model(inputs), targets, reduction="sum"), weight=len(inputs))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_models_and_two_optimizers(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    generator, by_generator = set_up(fabric, nn.Linear(4, 8), Adam)
+    judge, by_judge = set_up(fabric, nn.Linear(8, 1), Adam)
+    for inputs, _ in fabric.setup_dataloaders(DataLoader(samples(), 8)):
+        by_judge.zero_grad()
+        fabric.backward(judge(generator(inputs[:, :4]).detach()).mean() - judge(inputs).mean(), model=judge)
+        by_judge.step()
+        by_generator.zero_grad()
+        fabric.backward(-judge(generator(inputs[:, :4])).mean(), model=[generator, judge])
+        by_generator.step()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([samples()[index % 96] for index in range(200)])
+
+
+def a_stream(fabric: Fabric) -> None:
+    trained(fabric, dataset=Stream())
+
+
+def ready_batches(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    model, optimizer = set_up(fabric, mlp(), SGD)
+    for batch in fabric.setup_dataloaders(list(torch.randn(96, 8).split(4))):
+        fabric.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def an_evaluation_between_steps_and_a_schedule(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    model, optimizer = set_up(fabric, mlp())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    loader = fabric.setup_dataloaders(DataLoader(samples(), 8, shuffle=True, generator=torch.Generator()))
+    test = fabric.setup_dataloaders(DataLoader(samples(20), 8), use="validate")
+    for number, (inputs, targets) in enumerate(loader):
+        fabric.backward(mse(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if number % 2:
+            with torch.no_grad():
+                [model(inputs) for inputs, _ in test]
+
+
+RIGHT = (
+    a_plain_loop,
+    sums_with_weights_in_windows,
+    two_models_and_two_optimizers,
+    a_stream,
+    ready_batches,
+    an_evaluation_between_steps_and_a_schedule,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp", "ddp_sharded", "ddp_fully_sharded", "deepspeed_stage_2", "deepspeed_stage_3"]
+)
+@pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
+def test_a_right_program_is_equal_to_one_process(program: Callable[..., None], strategy: str) -> None:
+    verdict = verify(program, strategy=strategy, steps=4)
+    assert verdict.is_equal, verdict.sentence
+    assert verdict.sentence.startswith(f"The numbers of one process: {strategy} on 2 ranks is equal in")
+
+
+def a_mean_over_tokens(fabric: Fabric) -> None:
+    draws = torch.Generator().manual_seed(0)
+    texts = [torch.randint(1, 9, (int(n),), generator=draws) for n in torch.randint(2, 12, (64,), generator=draws)]
+    torch.manual_seed(0)
+    model, optimizer = set_up(fabric, nn.Sequential(nn.Embedding(10, 8, padding_idx=0), nn.Linear(8, 10)))
+    collate = lambda batch: nn.utils.rnn.pad_sequence(batch, batch_first=True)  # noqa: E731
+    for tokens in fabric.setup_dataloaders(DataLoader(texts, 4, collate_fn=collate)):
+        logits = model(tokens)
+        fabric.backward(nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), ignore_index=0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def a_mean_over_a_short_last_batch(fabric: Fabric) -> None:
+    trained(fabric, dataset=samples(41))
+
+
+def batch_norm(fabric: Fabric) -> None:
+    trained(fabric, lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)))
+
+
+def a_loss_times_the_world_size(fabric: Fabric) -> None:
+    trained(fabric, scale=fabric.world_size)
+
+
+def a_loss_over_the_world_size(fabric: Fabric) -> None:
+    trained(fabric, scale=1 / fabric.world_size)
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(nn.functional.dropout(self.first(inputs), 0.5, self.training))  # type: ignore[no-any-return]
+
+
+def dropout_as_a_function(fabric: Fabric) -> None:
+    trained(fabric, Dropped)
+
+
+class Augmented(Dataset[Any]):
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = samples()[index]
+        return inputs + torch.randn(8) / 10, target
+
+
+def random_augmentation(fabric: Fabric) -> None:
+    trained(fabric, dataset=Augmented())
+
+
+def data_of_no_prepared_loader(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    model, optimizer = set_up(fabric, mlp())
+    for step in range(9):
+        inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(7 * step + fabric.global_rank))
+        fabric.backward(mse(model(inputs), inputs.sum(1, keepdim=True)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def a_learning_rate_times_the_world_size(fabric: Fabric) -> None:
+    trained(fabric, lr=1e-2 * fabric.world_size)
+
+
+def a_model_that_each_run_draws_anew(fabric: Fabric) -> None:
+    torch.manual_seed(fabric.world_size)
+    model, optimizer = set_up(fabric, mlp())
+    for inputs, targets in fabric.setup_dataloaders(DataLoader(samples(), 8)):
+        fabric.backward(mse(model(inputs), targets))
+        optimizer.step()
+
+
+def weights_changed_between_steps(fabric: Fabric) -> None:
+    @torch.no_grad()
+    def decay(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.mul_(1 - 0.01 * fabric.world_size)
+
+    trained(fabric, after_step=decay)
+
+
+WRONG = {
+    a_mean_over_tokens: ("the gradient of `0.weight`", "samples or tokens in this step"),
+    a_mean_over_a_short_last_batch: ("step 3", "samples or tokens in this step"),
+    batch_norm: ("the gradient of `0.weight`", "BatchNorm1d normalises by the statistics of each rank's batch"),
+    a_loss_times_the_world_size: ("2, the number of ranks, times", "off by the number of ranks (2)"),
+    a_loss_over_the_world_size: ("1/2, one over the number of ranks", "off by the number of ranks (2)"),
+    dropout_as_a_function: ("Nothing was compared", "Random numbers are drawn in forward"),
+    random_augmentation: ("Nothing was compared", "random augmentation"),
+    data_of_no_prepared_loader: ("the gradient of `0.weight`", "reads data that no prepared loader gives it"),
+    a_learning_rate_times_the_world_size: (
+        "step 1: the weight of",
+        "The learning rate is 0.02, and 0.01 in one process",
+    ),
+    a_model_that_each_run_draws_anew: (
+        "part in the start: the initial weight",
+        "Seed the program before it makes the model",
+    ),
+    weights_changed_between_steps: ("step 2: the gradient", "changed outside of an optimizer's step"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
+def test_a_wrong_program_parts_where_it_is_wrong_and_the_first_cause_is_the_right_one(
+    program: Callable[..., None], strategy: str
+) -> None:
+    verdict = verify(program, strategy=strategy, steps=4)
+    assert not verdict.is_equal
+    sentence, cause = WRONG[program]
+    assert sentence in verdict.sentence
+    assert cause in verdict.causes[0]
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.factor, None
+
+
+class SlightlyWrong(nn.Module):
+    """Its middle layer has a gradient that is too large by one part in a thousand, on several ranks."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            weight = Scaled.apply(layer.weight, self.factor if number == 1 else 1.0)
+            inputs = nn.functional.linear(inputs, weight, layer.bias).tanh()
+        return inputs.sum(1, keepdim=True)
+
+
+def a_gradient_wrong_by_a_thousandth(fabric: Fabric) -> None:
+    trained(fabric, lambda: SlightlyWrong(1.001 if fabric.world_size > 1 else 1.0))
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_wrong_by_one_part_in_a_thousand_is_found_at_its_layer() -> None:
+    verdict = verify(a_gradient_wrong_by_a_thousandth, steps=2)
+    assert not verdict.is_equal
+    assert "in step 1: the gradient of `layers.1.weight`" in verdict.sentence
+
+
+def gradients_of_zero(fabric: Fabric) -> None:
+    trained(fabric, scale=0.0)
+
+
+def no_step(fabric: Fabric) -> None:
+    set_up(fabric, mlp())
+
+
+def a_rate_of_zero(fabric: Fabric) -> None:
+    trained(fabric, lr=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (gradients_of_zero, "all gradients are zero"),
+        (no_step, "the program took no step of a prepared optimizer"),
+        (a_rate_of_zero, "no weight has changed"),
+    ],
+)
+def test_a_dead_run_is_not_equal(program: Callable[..., None], reason: str) -> None:
+    verdict = verify(program, steps=2)
+    assert not verdict.is_equal
+    assert verdict.sentence == f"Nothing was compared: as asked, {reason}."
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from fabric import Fabric
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+fabric.launch()
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+for batch in fabric.setup_dataloaders(torch.utils.data.DataLoader(torch.randn(64, 4), 4)):
+    fabric.backward(model(batch).square().mean() * float(sys.argv[1]))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def command(*arguments: str, at: Path) -> subprocess.CompletedProcess[str]:
+    return template.run(
+        [sys.executable, "-m", "fabric", "verify", *arguments],
+        cwd=at,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.slow
+def test_the_command_verifies_a_script_and_a_saved_record_serves_as_reference(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ended = command("--steps", "3", "--save", "record", "--json", "train.py", "1.0", at=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["equal"]
+    assert [step["step"] for step in found["steps"]] == [1, 2, 3]
+    assert found["steps"][0]["run"]["loss"] == pytest.approx(found["steps"][0]["reference"]["loss"])
+    assert (tmp_path / "record").stat().st_size < 5000
+    doubled = command("--steps", "3", "--against", "record", "--strategy", "fsdp", "train.py", "2.0", at=tmp_path)
+    assert doubled.returncode == 1
+    said = " ".join(doubled.stdout.split())
+    assert "the gradient of `weight` under fsdp on 2 ranks differs from that of ddp on 2 ranks, 2, the number" in said
+    (tmp_path / "half").write_bytes((tmp_path / "record").read_bytes()[:40])
+    refused = command("--against", "half", "train.py", "1.0", at=tmp_path)
+    assert refused.returncode == 2
+    assert "`half` is no complete record of `fabric verify --save`" in refused.stderr
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("raise KeyError('mine')", "The program failed as asked, with exit code 1:"),
+        ("print('no fabric')", "it launches no `Fabric`"),
+        (SCRIPT.replace("torch.manual_seed(0)", "1 / (fabric.world_size - 1)"), "The program failed in one process"),
+    ],
+    ids=["raises", "without a fabric", "raises in the reference"],
+)
+def test_a_program_without_a_record_is_a_sentence_with_its_output(script: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(script)
+    ended = command("train.py", "1.0", at=tmp_path)
+    assert ended.returncode == 2
+    assert words in ended.stderr
+    assert ended.stderr.count("Traceback") == ("raise" in script or "1 /" in script)
+    missing = command("nowhere.py", at=tmp_path)
+    assert missing.returncode == 2
+    assert "`nowhere.py` is not a file" in missing.stderr
