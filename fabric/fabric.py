@@ -46,7 +46,7 @@ from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful, uncompiled
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.call_check import check_call
-from fabric.strategies.collectives.collective import Collective, ReduceOp
+from fabric.strategies.collectives.collective import Collective, CollectiveError, ReduceOp
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.collectives.padding import pad_across_ranks
 from fabric.strategies.collectives.rank_zero_first import rank_zero_first
@@ -987,6 +987,8 @@ class Fabric:
         try:
             self.close()
         except BaseException as error:
+            if isinstance(error, CollectiveError) and error.rank in error.lost:
+                return  # the other ranks were not at their end, and raise; this one has its own exit code
             sys.excepthook(type(error), error, error.__traceback__)
             # Python prints the exception of an exit function, but exits with code 0 (3.13).
             atexit.unregister(self._close_at_exit)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from fabric.launchers.process.pickling import dumps_exception, loads_exception
 from fabric.launchers.world import Rendezvous, World
 
 R = TypeVar("R")
@@ -19,8 +20,12 @@ R = TypeVar("R")
 class WorkerError(RuntimeError):
     """A rank raised, died, or exited without a result; the message ends with that rank's own traceback.
 
-    `rank` is the one that failed first. It exited with `exit_code`, or was killed by `signal`; `cause` is the exception
-    that it raised, if it could be pickled.
+    `rank` is the one that failed first. It exited with `exit_code`, or was killed by `signal`. `cause` and `__cause__`
+    are the exception that it raised, an instance of the same class; None if it raised none, or one that cannot be
+    pickled. Code that expects an exception of the function, such as optuna's `TrialPruned`, gets it by
+
+        except WorkerError as error:
+            raise error.__cause__ or error
     """
 
     def __init__(
@@ -33,7 +38,16 @@ class WorkerError(RuntimeError):
         cause: BaseException | None = None,
     ) -> None:
         super().__init__(message)
-        self.rank, self.exit_code, self.signal, self.cause = rank, exit_code, signal, cause
+        self.rank, self.exit_code, self.signal = rank, exit_code, signal
+        self.cause = self.__cause__ = cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = vars(self).copy()
+        return _worker_error, (type(self), self.args, self.rank, dumps_exception(values.pop("cause"))), values
+
+
+def _worker_error(kind: type[WorkerError], args: tuple[str], rank: int, cause: bytes | None) -> WorkerError:
+    return kind(*args, rank=rank, cause=loads_exception(cause))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

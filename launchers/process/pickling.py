@@ -26,6 +26,24 @@ def by_value(found: Any) -> bytes:
     return _by_value(found, but_for_main=False)
 
 
+def dumps_exception(error: BaseException | None) -> bytes | None:
+    """Pickle the exception; None if it cannot be pickled and unpickled."""
+    try:
+        pickled = dumps(error)
+    except (Exception, SystemExit):  # raised by the exception's own class
+        return None
+    return pickled if loads_exception(pickled) is not None else None
+
+
+def loads_exception(pickled: bytes | None) -> BaseException | None:
+    """The exception of `dumps_exception`; None if it cannot be unpickled, as many exceptions that can be pickled."""
+    try:
+        found = pickle.loads(pickled or b"")
+    except (Exception, SystemExit):
+        return None
+    return found if isinstance(found, BaseException) else None
+
+
 def _by_value(found: Any, *, but_for_main: bool) -> bytes:
     import cloudpickle
 

@@ -146,9 +146,13 @@ def _run(reporter: Reporter, program: Callable[[], Any]) -> int:
     try:
         program()
     except SystemExit as error:
+        code = _exit_code(error)
+        if code != 0:
+            sys.last_value = error  # as after any other exception, `Fabric.close` then waits for no other rank
         reporter.leaving()
-        return _exit_code(error)
+        return code
     except BaseException as error:
+        sys.last_value = error
         for _ in range(NUM_REPEATS):  # Note [Signal handlers that raise]
             try:
                 reporter.failure(error)

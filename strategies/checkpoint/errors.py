@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read. `rank`: the rank that failed; only there, the cause is chained."""
@@ -9,6 +12,9 @@ class CheckpointError(RuntimeError):
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), rank=self.rank), self.args, vars(self)
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

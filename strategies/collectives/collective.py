@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
@@ -31,11 +32,17 @@ nothing waits for it; XLA's graphs must be equal on all ranks, and would have su
 
 
 class CollectiveError(RuntimeError):
-    """A collective could not be completed. Has the rank that noticed, and the cause."""
+    """A collective could not be completed. Has the rank that noticed, and the cause.
 
-    def __init__(self, message: str, *, rank: int) -> None:
+    `lost`: the ranks that had ended, or did not arrive, while others called it, as far as they are known.
+    """
+
+    def __init__(self, message: str, *, rank: int, lost: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.rank = rank
+        self.rank, self.lost = rank, lost
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), rank=self.rank), self.args, vars(self)
 
 
 def check_reduce_op(op: str) -> None:
