@@ -6,12 +6,13 @@ code that follows the call. A launcher that supports only one of them raises, an
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from fabric.launchers.process.pickling import dumps_exception, loads_exception
 from fabric.launchers.world import Rendezvous, World
 
 R = TypeVar("R")
@@ -42,12 +43,12 @@ class WorkerError(RuntimeError):
         self.cause = self.__cause__ = cause
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = vars(self).copy()
-        return _worker_error, (type(self), self.args, self.rank, dumps_exception(values.pop("cause"))), values
-
-
-def _worker_error(kind: type[WorkerError], args: tuple[str], rank: int, cause: bytes | None) -> WorkerError:
-    return kind(*args, rank=rank, cause=loads_exception(cause))
+        cause = self.cause
+        try:
+            pickle.dumps(cause)
+        except Exception:
+            cause = None
+        return partial(type(self), rank=self.rank, cause=cause), self.args, {**vars(self), "cause": cause}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

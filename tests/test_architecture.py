@@ -42,7 +42,7 @@ PART_IMPORTS = {
     ): "goes where the launcher said to meet",
     (
         "strategies/collectives/process_group.py",
-        "fabric.launchers.rank.network",
+        "fabric.launchers.process.network",
     ): "gloo takes its interface from a variable",
     (
         "strategies/collectives/process_group.py",

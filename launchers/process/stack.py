@@ -18,27 +18,29 @@ OURS = tuple(f"{folder}{os.sep}" for folder in (_LAUNCHERS, _LAUNCHERS.with_name
 """The folders of this package, which lie side by side where it is developed, and within the last one in a wheel."""
 END = "the end of the program"
 """The line of a rank that closes its fabric."""
-FORWARD = "the forward of the model"
-_FORWARD = f"{os.sep}strategies{os.sep}module{os.sep}forward.py"
+FORWARD = "forward of a module"
+"""What a line calls whose collectives the module's hooks make, such as a broadcast of its buffers."""
 _CONTEXTS = (f"{os.sep}loop{os.sep}gathered.py", f"{os.sep}collectives{os.sep}rank_zero_first.py")
 """Each has the generator of the context manager that a method of `Fabric` of the same name returns."""
-_FABRIC = str(_PACKAGE / "fabric.py")
+_FABRIC = str(_PACKAGE / "fabric.py"), str(_PACKAGE / "lightning" / "fabric.py")
 
 
 def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
     """`train.py:12 in main` for frames (file, line, function), innermost first, and before it what this line calls: a
-    method of `Fabric`, `fabric.save, train.py:12 in main`, or a prepared model. The outermost one if none is the user's;
-    empty without frames."""
+    method of `Fabric`, `fabric.save, train.py:12 in main`, or a module. The outermost one if none is the user's; empty
+    without frames."""
     last: tuple[str, int, str] | None = None
     libraries, method, is_end = _folders(), "", False
     for last in frames:
         if not _is_library(last[0], libraries):
             break
-        if (last[0] == _FABRIC and not last[2].startswith("_")) or last[0].endswith(_CONTEXTS):
+        if (last[0] in _FABRIC and not last[2].startswith("_")) or last[0].endswith(_CONTEXTS):
             method = f"fabric.{last[2]}, "
-        elif last[0].endswith(_FORWARD):
+        elif last[2] == "_call_impl":  # torch.nn.Module's
             method = f"{FORWARD}, "
-        is_end = is_end or (last[0] == _FABRIC and last[2] in ("close", "_close_at_exit"))
+        elif last[0].startswith(OURS):
+            method = ""
+        is_end = is_end or (last[0] in _FABRIC and last[2] in ("close", "_close_at_exit"))
     else:
         if is_end:
             return END

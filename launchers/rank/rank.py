@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 from fabric.launchers.environments.ours import OWNER, variables_of
 from fabric.launchers.process.interpreter import close_files, join_threads, run_exit_functions
+from fabric.launchers.process.network import interface_for
 from fabric.launchers.process.os_process import die_with_parent, num_cores
 from fabric.launchers.process.reports import Reporter, Saving
-from fabric.launchers.rank.network import interface_for
 from fabric.launchers.rank.settings import has_own_num_threads
 from fabric.launchers.world import World
 

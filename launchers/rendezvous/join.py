@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, final
 
-from fabric.launchers.rank.network import require_loopback
+from fabric.launchers.process.network import require_loopback
 from fabric.launchers.world import Rendezvous, World
 
 if TYPE_CHECKING:

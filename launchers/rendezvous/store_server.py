@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fabric.launchers.launcher import Topology
-from fabric.launchers.rank.network import require_loopback
+from fabric.launchers.process.network import require_loopback
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

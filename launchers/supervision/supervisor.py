@@ -251,7 +251,7 @@ class Supervisor:
         return failure.departure(child.rank, at_ns, how)
 
     def _fail(self, report: Failure, *, by_itself: bool = False) -> None:
-        """Record a failure. The first one ends the other ranks. `by_itself`: whether the rank was ending before that."""
+        """Record a failure. The first one ends the other ranks. `by_itself`: the rank was ending already."""
         is_ended = self._stopping and not self.signals.received and not by_itself
         if is_ended or any(known.rank == report.rank for known in self.failures):
             return

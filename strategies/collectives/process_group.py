@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _world
 
 from fabric.launchers.environments.defaults import default
-from fabric.launchers.rank.network import require_interfaces
+from fabric.launchers.process.network import require_interfaces
 from fabric.launchers.rendezvous.join import join
 from fabric.launchers.watch.activity import CALLS, GRADIENTS
 from fabric.launchers.world import World
