@@ -10,7 +10,6 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from fabric.launchers.world import Rendezvous, World
@@ -33,7 +32,7 @@ class WorkerError(RuntimeError):
         self,
         message: str,
         *,
-        rank: int,
+        rank: int = -1,  # until pickle sets it
         exit_code: int | None = None,
         signal: int | None = None,
         cause: BaseException | None = None,
@@ -48,7 +47,7 @@ class WorkerError(RuntimeError):
             pickle.dumps(cause)
         except Exception:
             cause = None
-        return partial(type(self), rank=self.rank, cause=cause), self.args, {**vars(self), "cause": cause}
+        return type(self), self.args, {**vars(self), "cause": cause, "__cause__": cause}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

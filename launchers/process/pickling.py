@@ -8,8 +8,10 @@ reads both.
 from __future__ import annotations
 
 import io
+import marshal
 import pickle
 import sys
+from types import CodeType
 from typing import Any
 
 
@@ -51,6 +53,8 @@ def _by_value(found: Any, *, but_for_main: bool) -> bytes:
         def reducer_override(self, each: Any) -> Any:
             if but_for_main and isinstance(each, type) and _is_in_main(each):
                 return NotImplemented  # by its name, so that an instance has the reader's own class
+            if isinstance(each, CodeType):  # cloudpickle drops the file, which a traceback shows
+                return marshal.loads, (marshal.dumps(each),)
             return super().reducer_override(each)
 
     with io.BytesIO() as file:

@@ -207,12 +207,10 @@ def _is_lost_peer(error: BaseException | None) -> bool:
         is_of_backend = not LOST_PEER_TYPES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
         is_late = isinstance(error, TimeoutError) and any(file.startswith(OURS) for file, _, _ in _frames(error)[:1])
         lost = getattr(error, "lost", ())  # of a CollectiveError
-        if is_of_backend or is_late or (lost and getattr(error, "rank", None) not in lost) or _is_of_gloo(error):
+        is_symptom = bool(lost) and getattr(error, "rank", None) not in lost
+        is_plain = type(error) is RuntimeError  # whose `str` runs no code of the user's
+        if is_of_backend or is_late or is_symptom or (is_plain and LOST_PEER.search(str(error))):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
-
-
-def _is_of_gloo(error: BaseException) -> bool:
-    return type(error) is RuntimeError and LOST_PEER.search(str(error)) is not None

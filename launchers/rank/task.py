@@ -6,7 +6,6 @@ and not a pipe, so that a large argument never blocks the supervisor before all 
 
 from __future__ import annotations
 
-import linecache
 import os
 import pickle
 import sys
@@ -38,8 +37,6 @@ class CallFunction:
     """The script to import first; None if the call refers to nothing defined in it."""
     main_module: str | None
     """Its name, if it was started as `python -m name`."""
-    cells: Mapping[str, Any]
-    """The source lines of a notebook's cells, for tracebacks."""
     everyone: bool
     """Whether the results of all ranks are returned, or only that of the first."""
 
@@ -84,8 +81,6 @@ def call_function(worker: Callable[..., Any], args: tuple[Any, ...], *, everyone
         call=call,
         main_file=main_file if needs_main else None,
         main_module=spec.name if spec is not None else None,
-        # A cell has no file: its entry has no time of change.
-        cells={name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)},
         everyone=everyone,
     )
 
@@ -118,7 +113,6 @@ def _call(world: World, task: CallFunction) -> Any:
     if task.main_file is not None:
         main_module.import_main(task.main_file, task.main_module)
     os.chdir(task.folder)
-    linecache.cache.update(task.cells)
     worker, args = pickle.loads(task.call)
     restore(task.settings)  # after the import, which may have drawn random numbers
     return worker(world, *args)

@@ -73,26 +73,27 @@ def compare_collectives(progress: Callable[[], str] = lambda: "") -> Iterator[No
     ranks of its group, before it runs. Not compared: the operator of a reduction, calls of threads that the program
     starts, and those on groups without a backend for the CPU, which fabric does not create.
     """
-    _comparing.append(progress)
-    if len(_comparing) == 1:
-        library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-        for name, shown in OPERATORS.items():
-            kernel = _kernel(getattr(torch.ops.c10d, name).default, shown)
-            library.impl(name, kernel, "BackendSelect", with_keyset=True)
-        _library.append(library)
+    entry = progress, _comparing[0][1] if _comparing else _register_kernels()
+    _comparing.append(entry)
     try:
         yield
     finally:
-        _comparing.remove(progress)
-        if not _comparing:
-            _library.clear()  # which removes its kernels
+        _comparing.remove(entry)
+        del entry
 
 
 # Note [One kernel for each operator]
 # A process has one kernel for each operator, and may have several fabrics that compare: the first registers the
-# kernels, and the last removes them. An error has the progress of the fabric that began last.
-_comparing: list[Callable[[], str]] = []
-_library: list[Any] = []
+# kernels, and the last lets go of the library, which removes them. An error has the progress of the last.
+_comparing: list[tuple[Callable[[], str], Any]] = []
+
+
+def _register_kernels() -> Any:
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    for name, shown in OPERATORS.items():
+        kernel = _kernel(getattr(torch.ops.c10d, name).default, shown)
+        library.impl(name, kernel, "BackendSelect", with_keyset=True)
+    return library
 
 
 def _kernel(operator: Any, shown: _Operator) -> Callable[..., Any]:
@@ -129,7 +130,7 @@ def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any]) ->
     compared = whole if whole is not None and group.group_desc in (CALLS, GRADIENTS) else group
     collective, mine = TorchCollective.over(compared), hash_of(call)
     if collective.add_number(mine) != mine * group.size():
-        collective.progress = _comparing[-1]
+        collective.progress = _comparing[-1][0]
         raise difference(collective, call)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
@@ -37,12 +36,10 @@ class CollectiveError(RuntimeError):
     `lost`: the ranks that had ended, or did not arrive, while others called it, as far as they are known.
     """
 
-    def __init__(self, message: str, *, rank: int, lost: Sequence[int] = ()) -> None:
+    # -1: until pickle sets it
+    def __init__(self, message: str, *, rank: int = -1, lost: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.rank, self.lost = rank, lost
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), rank=self.rank), self.args, vars(self)
 
 
 def check_reduce_op(op: str) -> None:

@@ -127,21 +127,20 @@ def test_the_first_of_a_list_of_hosts(text: str, first: str) -> None:
     assert first_host(text) == first
 
 
+UNSET = "Set it on every rank; or, if no launch by hand is meant, `unset"
+
+
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        (
-            {"RANK": "0"},
-            "A launch by hand sets `WORLD_SIZE`, but it is not set here. Set it on every rank; or, if no launch by hand "
-            "is meant, `unset RANK`.",
-        ),
+        ({"RANK": "0"}, f"A launch by hand sets `WORLD_SIZE`, but it is not set here. {UNSET} RANK`."),
         (
             {"RANK": "", "WORLD_SIZE": ""},
-            "sets `RANK`, but it is empty here. Set it on every rank; or, if no launch by hand is meant, `unset RANK WORLD_SIZE`",
+            f"sets `RANK`, but it is empty here. {UNSET} RANK WORLD_SIZE`",
         ),
         (
             {"WORLD_SIZE": "1"},
-            "A launch by hand sets `RANK`, but it is not set here. Set it on every rank; or, if no launch by hand is meant, `unset WORLD_SIZE`",
+            f"A launch by hand sets `RANK`, but it is not set here. {UNSET} WORLD_SIZE`",
         ),
         ({**HAND, "RANK": "4"}, "MASTER_PORT=29500: these contradict each other. A world with `rank=4` and `size=4`"),
         ({**HAND, "RANK": "two"}, "`RANK=two` is not a whole number"),
