@@ -227,7 +227,9 @@ class Fabric:
         `function(fabric, *args, **kwargs)` on every rank, and return the result of rank 0, its tensors on the CPU.
 
         Under an external launcher every process returns the result of its own rank.
-        Raises: WorkerError: a rank raised, died, or exited without a result; the first failure is reported.
+        Raises: WorkerError: a rank raised, died, or exited without a result; the first failure is reported. Its
+        `__cause__` is the exception of that rank. A sweep that expects it (optuna's `TrialPruned`) writes
+        `except WorkerError as error: raise error.__cause__ or error`. One process raises the exception itself.
         """
         if self._runtime is not None:
             raise RuntimeError(

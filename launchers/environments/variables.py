@@ -22,16 +22,14 @@ class Variables:
     """Who sets them, for errors."""
     names: tuple[str, ...]
     """Those that errors show."""
-    otherwise: str = ""
+    or_else: str = ""
     """What else can be done about one that is missing."""
 
     def text(self, name: str) -> str:
         """The value of a variable."""
         if not self.environ.get(name):
-            what = "empty" if name in self.environ else "not set"
-            raise ValueError(
-                f"{self.setter} sets `{name}`, but it is {what} here. Set it on every rank{self.otherwise}."
-            )
+            how = "empty" if name in self.environ else "not set"
+            raise ValueError(f"{self.setter} sets `{name}`, but it is {how} here. Set it on every rank{self.or_else}.")
         return self.environ[name]
 
     def integer(self, name: str, default: int | None = None) -> int:

@@ -28,7 +28,7 @@ def by_value(found: Any) -> bytes:
     return _by_value(found, but_for_main=False)
 
 
-def dumps_exception(error: BaseException | None) -> bytes | None:
+def dumps_exception(error: BaseException) -> bytes | None:
     """Pickle the exception; None if it cannot be pickled and unpickled."""
     try:
         pickled = dumps(error)

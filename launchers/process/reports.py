@@ -206,8 +206,7 @@ def _is_lost_peer(error: BaseException | None) -> bool:
     while error is not None and id(error) not in seen:
         is_of_backend = not LOST_PEER_TYPES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
         is_late = isinstance(error, TimeoutError) and any(file.startswith(OURS) for file, _, _ in _frames(error)[:1])
-        lost = getattr(error, "lost", ())  # of a CollectiveError
-        is_symptom = bool(lost) and getattr(error, "rank", None) not in lost
+        is_symptom = vars(error).get("lost_peer") is True  # a CollectiveError
         is_plain = type(error) is RuntimeError  # whose `str` runs no code of the user's
         if is_of_backend or is_late or is_symptom or (is_plain and LOST_PEER.search(str(error))):
             return True

@@ -240,9 +240,8 @@ class Supervisor:
             if self.failures and not self._stopping:
                 self._after(REPORT_SECONDS, self._terminate)
         else:
-            by_itself = child.leaving is not None and code > 0
             death = failure.death(child.rank, at_ns, code, without_result=without_result)
-            self._fail(death, by_itself=by_itself)
+            self._fail(death, by_itself=child.leaving is not None and code > 0)
 
     def _departure(self, child: Child, at_ns: int, how: str) -> Failure:
         how = "its function returned" if child.rank in self.results else how

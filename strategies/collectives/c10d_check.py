@@ -91,8 +91,7 @@ _comparing: list[tuple[Callable[[], str], Any]] = []
 def _register_kernels() -> Any:
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     for name, shown in OPERATORS.items():
-        kernel = _kernel(getattr(torch.ops.c10d, name).default, shown)
-        library.impl(name, kernel, "BackendSelect", with_keyset=True)
+        library.impl(name, _kernel(getattr(torch.ops.c10d, name).default, shown), "BackendSelect", with_keyset=True)
     return library
 
 
