@@ -46,7 +46,7 @@ from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful, uncompiled
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.call_check import check_call
-from fabric.strategies.collectives.collective import Collective, ReduceOp
+from fabric.strategies.collectives.collective import Collective, CollectiveError, ReduceOp
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.collectives.padding import pad_across_ranks
 from fabric.strategies.collectives.rank_zero_first import rank_zero_first
@@ -227,7 +227,9 @@ class Fabric:
         `function(fabric, *args, **kwargs)` on every rank, and return the result of rank 0, its tensors on the CPU.
 
         Under an external launcher every process returns the result of its own rank.
-        Raises: WorkerError: a rank raised, died, or exited without a result; the first failure is reported.
+        Raises: WorkerError: a rank raised, died, or exited without a result; the first failure is reported. Its
+        `__cause__` is the exception of that rank. A sweep that expects it (optuna's `TrialPruned`) writes
+        `except WorkerError as error: raise error.__cause__ or error`. One process raises the exception itself.
         """
         if self._runtime is not None:
             raise RuntimeError(
@@ -963,6 +965,8 @@ class Fabric:
         try:
             self.close()
         except BaseException as error:
+            if isinstance(error, CollectiveError) and error.rank in error.lost:
+                return  # the other ranks were not at their end, and raise; this one has its own exit code
             sys.excepthook(type(error), error, error.__traceback__)
             # Python prints the exception of an exit function, but exits with code 0 (3.13).
             atexit.unregister(self._close_at_exit)

@@ -42,6 +42,10 @@ PART_IMPORTS = {
     ): "goes where the launcher said to meet",
     (
         "strategies/collectives/process_group.py",
+        "fabric.launchers.process.network",
+    ): "gloo takes its interface from a variable",
+    (
+        "strategies/collectives/process_group.py",
         "fabric.launchers.environments.defaults",
     ): "gloo's option for one group is a variable",
     (

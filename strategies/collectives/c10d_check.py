@@ -73,29 +73,36 @@ def compare_collectives(progress: Callable[[], str] = lambda: "") -> Iterator[No
     ranks of its group, before it runs. Not compared: the operator of a reduction, calls of threads that the program
     starts, and those on groups without a backend for the CPU, which fabric does not create.
     """
-    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-    for name, shown in OPERATORS.items():
-        library.impl(
-            name,
-            _kernel(getattr(torch.ops.c10d, name).default, shown, progress),
-            "BackendSelect",
-            with_keyset=True,
-            allow_override=True,  # by a second `Fabric` with the option
-        )
+    entry = progress, _comparing[0][1] if _comparing else _register_kernels()
+    _comparing.append(entry)
     try:
         yield
     finally:
-        del library  # which removes its kernels
+        _comparing.remove(entry)
+        del entry
 
 
-def _kernel(operator: Any, shown: _Operator, progress: Callable[[], str]) -> Callable[..., Any]:
+# Note [One kernel for each operator]
+# A process has one kernel for each operator, and may have several fabrics that compare: the first registers the
+# kernels, and the last lets go of the library, which removes them. An error has the progress of the last.
+_comparing: list[tuple[Callable[[], str], Any]] = []
+
+
+def _register_kernels() -> Any:
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    for name, shown in OPERATORS.items():
+        library.impl(name, _kernel(getattr(torch.ops.c10d, name).default, shown), "BackendSelect", with_keyset=True)
+    return library
+
+
+def _kernel(operator: Any, shown: _Operator) -> Callable[..., Any]:
     names, thread = [argument.name for argument in operator._schema.arguments], threading.get_ident()
 
     def compare(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         is_elsewhere = threading.get_ident() != thread and is_in_a_started_thread()
         if not (is_elsewhere or _is_message(inspect.currentframe())):
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            _compare(ProcessGroup.unbox(given["process_group"]), shown, given, progress)
+            _compare(ProcessGroup.unbox(given["process_group"]), shown, given)
         return operator.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)
 
     return compare
@@ -112,7 +119,7 @@ _MESSAGE = sum_message.__code__
 """Sends the message of a comparison, which is a collective, too."""
 
 
-def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any], progress: Callable[[], str]) -> None:
+def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any]) -> None:
     if group.size() == 1 or is_comparing() or "cpu:" not in dist.get_backend_config(group):
         return
     operands = [words for name in shown.arguments for words in _operands(name, given[name], shown)]
@@ -122,7 +129,7 @@ def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any], pr
     compared = whole if whole is not None and group.group_desc in (CALLS, GRADIENTS) else group
     collective, mine = TorchCollective.over(compared), hash_of(call)
     if collective.add_number(mine) != mine * group.size():
-        collective.progress = progress
+        collective.progress = _comparing[-1][0]
         raise difference(collective, call)
 
 

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _world
 
 from fabric.launchers.environments.defaults import default
+from fabric.launchers.process.network import require_interfaces
 from fabric.launchers.rendezvous.join import join
 from fabric.launchers.watch.activity import CALLS, GRADIENTS
 from fabric.launchers.world import World
@@ -130,6 +131,8 @@ class TorchCollective(CarriesObjects):
         Raises: TimeoutError: a rank did not arrive; CollectiveError: torch could not connect the ranks, or the existing
         group has another size, rank or backend.
         """
+        if "gloo" in self._backends:
+            require_interfaces(os.environ)
         store = join(self._world, self._timeout_seconds, _LOGGER.warning)
         self._is_in_a_fork = False
         self._store = PrefixStore("messages", store) if self._size > 1 else None
