@@ -949,6 +949,7 @@ class Fabric:
             stack.callback(atexit.unregister, self._close_at_exit)
             self._open = stack.pop_all()
         self._runtime = runtime
+        runtime.apart.is_on = self.draws_apart
         self._place = world if world.size > 1 else None
         self._moments, weighting = Moments(changed=self._follow_batches), Weighting(runtime)
         self._set_up = SetUp(
@@ -958,7 +959,6 @@ class Fabric:
             self._accumulation,
             weighting,
             self._open,
-            draws_apart=self.draws_apart,
         )
         self._backward = LossBackward(runtime, self._set_up, self._accumulation, weighting, self._moments)
         self._open.callback(self._forget)  # before the teardown: models hold on to the process group

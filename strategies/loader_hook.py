@@ -32,6 +32,8 @@ def share_loader(
 ) -> DeviceLoader:
     """The implementation of `Strategy.process_dataloader`."""
     collective = runtime.collective
+    if distribute:
+        runtime.apart.agree(runtime.share, collective.size, collective.start_add_numbers)
     return process_dataloader(
         loader,
         use,

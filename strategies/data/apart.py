@@ -27,12 +27,14 @@ class DrawsApart:
         self._states: dict[str, bytes] = {}
         """The generators to seed, with digests of their common states."""
         self._seeded = (0, False)
+        self.is_on = True
+        """Whether ranks are to part at all."""
 
     def agree(
         self, share: Share, num_ranks: int, start: Callable[[Sequence[float]], Callable[[], Sequence[float]]]
     ) -> None:
         """Find which generators are in the same state on all ranks. Ranks: all. `start`: as that of `Votes`."""
-        if share.count == 1:
+        if share.count == 1 or not self.is_on:
             return
         self._seeded = _seeded()
         rngs = process_rngs()

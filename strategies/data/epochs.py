@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
@@ -123,12 +123,14 @@ class Epoch:
         *,
         num_ahead: int = 0,
         seed_workers: Callable[[int], object] | None = None,
+        starts: list[str] | None = None,
     ) -> None:
-        """`seed_of_rank`: what this rank's generator was seeded with last, if ranks share the order. `seed_workers`:
+        """`starts`: digests of the states with which the epoch began, if it is resumed. `seed_of_rank`: what this rank's generator was seeded with last, if ranks share the order. `seed_workers`:
         draws what torch has drawn before its sampler does."""
         self.number, self.streams, self.begun_at = number, streams, begun_at
         self._seed, self._state = seed, torch.get_rng_state()
         self.num_ahead, self._seed_workers, self._seed_of_rank = num_ahead, seed_workers, seed_of_rank
+        self._starts = starts
         self.drawn: Drawn[Any] | None = None
         self.counted = self.over = False
         self.num_batches = begun_at.batches
@@ -149,6 +151,11 @@ class Epoch:
     def seed_of_batch(self, end: int) -> int:
         """What workers draw in the batch that ends after so many samples of this iteration."""
         return mix(self.seed, self._seed_of_rank, self.number, self.begun_at.start + end)
+
+    @property
+    def starts(self) -> list[str]:
+        """Digests of the states with which the epoch began, of the process and of the sampler."""
+        return self._starts or [digest(state).hex() for state in self.streams.start or []]
 
     @property
     def position(self) -> Position:
@@ -272,18 +279,21 @@ class Order:
         """Advance the states that ranks share to the end of the latest counted epoch.
 
         Indices of known number are drawn to their end even if the loop ended early: the ranks may have left it at
-        different batches, and must draw the same next ones. Generators of the sampler that the user has reseeded or
-        used meanwhile keep their states.
+        different batches, and must draw the same next ones. The generators go there, too, as in one process, so that a
+        loader that is set up next has another order. Those that were seeded or used meanwhile keep their states, but
+        for the draw with which torch begins an epoch.
         """
         epoch, self._unsettled = self._unsettled, None
-        if epoch is None or epoch.streams.start is None or not self.is_shared:
+        if epoch is None or not self.is_shared:
             return
         states = self._after(epoch)
         self._copies = states["process"]
-        starts = epoch.streams.start[len(self._process) :]
-        for rng, start, end in zip(self.own, starts, states["generators"], strict=True):
-            if digest(rng.read()) == digest(start):
-                rng.write(end)
+        rngs, ends = [*self._process.values(), *self.own], [*states["process"].values(), *states["generators"]]
+        unused = [digest(rng.read()).hex() == start for rng, start in zip(rngs, epoch.starts, strict=True)]
+        for rng, end in compress(zip(rngs, ends, strict=True), unused):
+            rng.write(end)
+        if not unused[0] and not self.own and self._seed_workers is not None:
+            self._seed_workers(epoch.number)
 
     def _after(self, epoch: Epoch) -> dict[str, Any]:
         """The states after this epoch, from which the next one is drawn."""
@@ -311,6 +321,7 @@ class Order:
         state = {"seed": epoch.seed, "epoch": epoch.number, **asdict(epoch.position), **begun}
         if not self.is_shared:
             return state | {"ahead": epoch.num_fetched, "following": self._now()}
+        state["before"] = dict(zip(self._process, epoch.starts, strict=False))
         is_settled = epoch.counted and self._unsettled is not epoch
         return state | {"following": self._now() if is_settled else self._after(epoch)}
 
@@ -365,8 +376,11 @@ class Order:
         seed: int | None = None
         process = self._process
         resumed = self._resumed if begun_at != Position() else None
+        starts: list[str] | None = None
         if resumed is not None:
             saved = resumed["process"]
+            starts = [resumed.get("before", {}).get(name, "") for name in process]
+            starts += [digest(state).hex() for state in resumed["generators"]]
             states = (saved[name] if name in saved else rng.read() for name, rng in process.items())
             start = begun = [*states, *resumed["generators"]]
             seed = resumed["seed"]
@@ -377,7 +391,16 @@ class Order:
         streams = Streams(list(process.values()), self.own, start, begun)
         ahead = 0 if resumed is None else resumed.get("ahead", 0)
         of_rank = torch.initial_seed() if self.is_shared else 0
-        return Epoch(self.epoch, seed, of_rank, streams, begun_at, num_ahead=ahead, seed_workers=self._seed_workers)
+        return Epoch(
+            self.epoch,
+            seed,
+            of_rank,
+            streams,
+            begun_at,
+            num_ahead=ahead,
+            seed_workers=self._seed_workers,
+            starts=starts,
+        )
 
     def _beginning(self) -> Position:
         """Where the next epoch begins: a restored position is dropped if `set_epoch` has chosen another epoch."""
