@@ -286,7 +286,7 @@ class DeviceLoader:
                 "The checkpoint has the position of a loader as another version of torchfabric writes it. Leave the "
                 "loader out of the state that is loaded: its epoch then starts from the beginning."
             )
-        if saved != here or (order is not None and len(state_dict["order"]["generators"]) != len(order.own)):
+        if saved != here:
             raise ValueError(
                 f"The state of a loader that reads {_ways(saved)} was given to one that reads {_ways(here)}. Load it "
                 "into the same kind of loader and sampler, over the same data, with the same number of ranks."
@@ -300,6 +300,12 @@ class DeviceLoader:
             )
         if order is None:
             return {}
+        if (number := len(state_dict["order"]["generators"])) != len(order.own):
+            raise ValueError(
+                f"The checkpoint has the position of a loader whose samplers have {number} random generators, and those "
+                f"of this `{type(self._loader).__name__}` have {len(order.own)}. Load it into a loader of the same "
+                "kind, with the same `shuffle=`, `sampler=` and `generator=`."
+            )
         return self._recut(state_dict["order"], state_dict["cut"])
 
     @property
@@ -321,9 +327,8 @@ class DeviceLoader:
 
     def _cut(self) -> dict[str, int | None]:
         """How the order is divided into steps; `step`: number of items in each."""
-        reading = self._reading
-        cut = self._cut_of_items()
-        items = reading.index.items if reading.index is not None and cut.keeps_samples else None
+        index, cut = self._reading.index, self._cut_of_items()
+        items = getattr(self._loader, "dataset", None) if index is None or not cut.keeps_samples else index.items
         return {"ranks": cut.share.count, "step": cut.reads[1], "items": length_of(items)}
 
     def _cut_of_items(self) -> Cut:

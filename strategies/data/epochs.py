@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
 import torch
+from torch import Tensor
 from torch.utils.data import SequentialSampler
 
 from fabric.strategies.data.rng import Rng, Streams, digest, mix, preserved_rngs, read_all, write_all
@@ -37,11 +38,20 @@ class Drawn(Generic[T]):
     """
 
     def __init__(
-        self, items: Iterable[T], streams: Streams, reads: tuple[int, int], *, most_steps: int, eager: bool
+        self,
+        items: Iterable[T],
+        streams: Streams,
+        reads: tuple[int, int],
+        *,
+        most_steps: int,
+        eager: bool,
+        saved: Sequence[int] = (),
     ) -> None:
         """`reads`: how many items must be read for the first step, and for each further one. `eager`: `iter` is called
-        on the items now."""
+        on the items now. `saved`: `first` of the run that is resumed."""
         self._items, self._streams, self._reads, self._most_steps = items, streams, reads, most_steps
+        self._saved, self.first = saved, list[int]()
+        """The first indices of the order, if the items are indices or lists of them."""
         self._iterator: Iterator[T] | None = None
         self._rest: list[T] = []
         self.ended = False
@@ -67,6 +77,9 @@ class Drawn(Generic[T]):
         following, largest = step, step * self._most_steps
         while not self.ended:
             chunk = self._draw(count)
+            self.first = self.first or _indices_in(chunk)
+            if any(here != there for here, there in zip(self.first, self._saved, strict=False)):
+                raise ValueError(_OTHER_ORDER.format(there=self._saved, here=self.first))
             self.ended = len(chunk) < count
             count, following = following, min(2 * following, largest)
             yield chunk
@@ -81,6 +94,21 @@ class Drawn(Generic[T]):
     def _begin(self) -> Iterator[T]:
         self._streams.begin()
         return once(iter(self._items))
+
+
+def _indices_in(items: Iterable[Any]) -> list[int]:
+    """The first indices in indices, or in batches of them; none in anything else."""
+    lists = (item.tolist() if type(item) is Tensor and not item.is_floating_point() else item for item in items)
+    flat = chain.from_iterable(item if isinstance(item, (list, tuple)) else [item] for item in lists)
+    return [index for index in islice(flat, NUM_COMPARED) if isinstance(index, int)]
+
+
+NUM_COMPARED = 8
+_OTHER_ORDER = (
+    "The checkpoint has the position of a loader whose epoch begins with the samples {there}; here it begins with "
+    "{here}, so some would be read twice and others never. Construct the same dataset and sampler, keep a random "
+    "generator of your own sampler in its attributes, or start a new epoch with `set_epoch`."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +152,15 @@ class Epoch:
         num_ahead: int = 0,
         seed_workers: Callable[[int], object] | None = None,
         starts: list[str] | None = None,
+        first: Sequence[int] = (),
     ) -> None:
-        """`starts`: digests of the states with which the epoch began, if it is resumed. `seed_of_rank`: what this rank's generator was seeded with last, if ranks share the order. `seed_workers`:
+        """`starts`, `first`: digests of the states with which the epoch began and its first indices, if it is resumed.
+        `seed_of_rank`: what this rank's generator was seeded with last, if ranks share the order. `seed_workers`:
         draws what torch has drawn before its sampler does."""
         self.number, self.streams, self.begun_at = number, streams, begun_at
         self._seed, self._state = seed, torch.get_rng_state()
         self.num_ahead, self._seed_workers, self._seed_of_rank = num_ahead, seed_workers, seed_of_rank
-        self._starts = starts
+        self._starts, self._first = starts, first
         self.drawn: Drawn[Any] | None = None
         self.counted = self.over = False
         self.num_batches = begun_at.batches
@@ -196,7 +226,7 @@ class Epoch:
         with self.streams.drawing():
             if self._seed_workers is not None:
                 self.streams.restart()
-            self.drawn = Drawn(items, self.streams, reads, most_steps=most_steps, eager=eager)
+            self.drawn = Drawn(items, self.streams, reads, most_steps=most_steps, eager=eager, saved=self._first)
             if self._seed_workers is not None:
                 self._seed_workers(self.number)
         return iter(self.drawn)
@@ -319,6 +349,7 @@ class Order:
     def _state_of(self, epoch: Epoch) -> dict[str, Any]:
         begun = self._by_name(epoch.streams.begun or [])
         state = {"seed": epoch.seed, "epoch": epoch.number, **asdict(epoch.position), **begun}
+        state["first"] = [] if epoch.drawn is None else epoch.drawn.first
         if not self.is_shared:
             return state | {"ahead": epoch.num_fetched, "following": self._now()}
         state["before"] = dict(zip(self._process, epoch.starts, strict=False))
@@ -400,6 +431,7 @@ class Order:
             num_ahead=ahead,
             seed_workers=self._seed_workers,
             starts=starts,
+            first=() if resumed is None else resumed.get("first", ()),
         )
 
     def _beginning(self) -> Position:
