@@ -302,9 +302,9 @@ class DeviceLoader:
             return {}
         if (number := len(state_dict["order"]["generators"])) != len(order.own):
             raise ValueError(
-                f"The checkpoint has the position of a loader whose samplers have {number} random generators, and those "
-                f"of this `{type(self._loader).__name__}` have {len(order.own)}. Load it into a loader of the same "
-                "kind, with the same `shuffle=`, `sampler=` and `generator=`."
+                f"The checkpoint has the position of a loader whose samplers have {number} random generators, and "
+                f"those of this `{type(self._loader).__name__}` have {len(order.own)}. Load it into a loader of the "
+                "same kind, with the same `shuffle=`, `sampler=` and `generator=`."
             )
         return self._recut(state_dict["order"], state_dict["cut"])
 
