@@ -19,7 +19,7 @@ from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 from fabric.strategies.checkpoint.values import encode
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.data.device_loader import DeviceLoader, loader_name
+from fabric.strategies.data.device_loader import OTHER_THREAD, DeviceLoader, loader_name
 
 OF_RANKS = "loader of each rank"
 """The key under which the states of all ranks are saved."""
@@ -127,6 +127,12 @@ class LoaderPositions:
 
     def _position(self, number: int, loader: DeviceLoader) -> Any:
         if loader.would_start or (self._collective.rank > 0 and not loader.reads_own_part):  # rank 0's is that of all
+            return None
+        if loader.is_of_other_thread:
+            self._report_once(
+                f"Checkpoints leave out the position of loader {number + 1} of the run, a `{loader_name(loader)}`, and "
+                f"a resumed run starts at the beginning of its first epoch. {OTHER_THREAD}"
+            )
             return None
         state = loader.state_of_run()
         try:

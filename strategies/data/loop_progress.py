@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, TypeAlias, final
 
 import torch
@@ -87,6 +88,8 @@ class Iteration:
         self.has_trained = False
         """Whether there was a backward pass or an optimizer step, once the loop has left the iteration."""
         self._num_updates_before = 0
+        self.thread: int | None = None
+        """The thread that receives the batches."""
         self.begin_again: Callable[[], Iterator[Any]] | None = None
         """Begins the iteration that takes its place, if a position was loaded after `iter`."""
 
@@ -140,6 +143,7 @@ class Iteration:
     def opened(self) -> Iterator[None]:
         """Context: the loop receives batches, until it leaves the iteration or `end` is called."""
         self.is_open, self._num_updates_before = True, self._progress.num_updates
+        self.thread = get_ident()
         try:
             yield
         finally:
