@@ -114,10 +114,8 @@ class LoaderPositions:
             self._report(_OTHER_NUMBER.format(saved=len(saved), here=len(self._loaders)))
             return
         for number, (loader, state, *problems) in enumerate(zip(self._loaders, saved, *known, strict=True), start=1):
-            problem, loses = next(filter(None, problems), ("", False))
-            if loses:
-                raise ValueError(_NO_REST.format(number=number, problem=problem))
-            if problem:
+            problem = next(filter(None, problems), None)
+            if problem is not None:
                 self._report(f"Loader {number} of the run was not restored: {problem}")
             elif state is not None:
                 own = in_memory(state[OF_RANKS][self._collective.rank] if OF_RANKS in state else state)
@@ -150,28 +148,28 @@ class LoaderPositions:
             return states[0]
         return None if any(each is None for each in states) else {OF_RANKS: list(states)}
 
-    def _problems(self, saved: list[Any]) -> list[tuple[str, bool] | None] | None:
-        """Why this rank cannot restore each of the positions; None: other loaders were saved. With each: whether this
-        loses the rest of an epoch, because the loader has changed."""
+    def _problems(self, saved: list[Any]) -> list[str | None] | None:
+        """Why this rank cannot restore each of the positions; None: other loaders were saved.
+        Raises: ValueError: a loader has changed, and its epoch has a rest."""
         if len(saved) != len(self._loaders):
             return None
         return [self._problem(loader, state) for loader, state in zip(self._loaders, saved, strict=True)]
 
-    def _problem(self, loader: DeviceLoader, state: Any) -> tuple[str, bool] | None:
+    def _problem(self, loader: DeviceLoader, state: Any) -> str | None:
         if state is None:
             return None
         if loader.iteration.is_open:
-            return "the program is iterating over it. It goes on.", False
+            return "the program is iterating over it. It goes on."
         of_ranks = state.get(OF_RANKS)
         if of_ranks is not None and len(of_ranks) != self._collective.size:
-            saved = f"the checkpoint has the positions of {len(of_ranks)} ranks, and here are {self._collective.size}."
-            return saved, False
+            return f"the checkpoint has the positions of {len(of_ranks)} ranks, and here are {self._collective.size}."
         own = state if of_ranks is None else of_ranks[self._collective.rank]
         try:
             loader.fitting(own)
         except ValueError as error:
-            order = own.get("order", {})
-            return str(error), order.get("samples", 0) + order.get("batches", 0) > 0
+            if own.get("order", {}).get("batches") or own.get("order", {}).get("samples"):
+                raise ValueError(f"{error} {_OR_ANEW}") from None
+            return str(error)
         return None
 
     def _report_once(self, message: str) -> None:
@@ -191,10 +189,7 @@ _OTHER_NUMBER = (
     "{here}: they are unchanged, and epochs start from their beginning. Set up the same loaders, in the same order, "
     "before `fabric.load`, or name them in the state."
 )
-_NO_REST = (
-    "Loader {number} of the run cannot read the rest of the epoch in which it was saved. {problem} Or pass "
-    "`resume_loaders=False` to `load`, and its epoch starts from the beginning."
-)
+_OR_ANEW = "Or pass `resume_loaders=False` to `load`: all epochs start from their beginning."
 _CONTINUES = (
     "Loader {number} of the run (`{name}`) continues {place}. To start its epoch from the beginning, pass "
     "`resume_loaders=False` to `load`."

@@ -297,7 +297,7 @@ class DeviceLoader:
                 "The checkpoint has the position of a loader as another version of torchfabric writes it. Leave the "
                 "loader out of the state that is loaded: its epoch then starts from the beginning."
             )
-        if saved != here:
+        if saved != here or (order is not None and len(state_dict["order"]["generators"]) != len(order.own)):
             raise ValueError(
                 f"The state of a loader that reads {_ways(saved)} was given to one that reads {_ways(here)}. Load it "
                 "into the same kind of loader and sampler, over the same data, with the same number of ranks."
@@ -311,12 +311,6 @@ class DeviceLoader:
             )
         if order is None:
             return {}
-        if (number := len(state_dict["order"]["generators"])) != len(order.own):
-            raise ValueError(
-                f"The checkpoint has the position of a loader whose samplers have {number} random generators, and "
-                f"those of this `{type(self._loader).__name__}` have {len(order.own)}. Load it into a loader of the "
-                "same kind, with the same `shuffle=`, `sampler=` and `generator=`."
-            )
         return self._recut(state_dict["order"], state_dict["cut"])
 
     @property
@@ -367,7 +361,8 @@ class DeviceLoader:
                     "as many."
                 )
             return order
-        return order | asdict(Position(start=order["samples"], samples=order["samples"]))
+        position = Position(start=order["samples"], samples=order["samples"], first=order.get("first", ()))
+        return order | asdict(position)
 
     def _begin(self) -> Iterator[Any]:
         start = getattr(self._reading.source, "worker_init_fn", None)
@@ -499,10 +494,9 @@ class DeviceLoader:
 _ENTRIES = {"cut", "seed", "epoch", "start", "batches", "samples", "process", "generators"}
 """What the state of a loader with an order has."""
 OTHER_THREAD = (
-    "A thread of the program reads it, and may have read batches that the loop has not trained on yet. Let workers read "
-    "ahead: `DataLoader(num_workers=2, prefetch_factor=4)`. Or call `loader.state_dict()` in that thread after each "
-    "batch, pass it on with the batch, and save the one of the batch that was trained on. Between epochs "
-    "`loader.set_epoch` of the next one makes the position known."
+    "A thread of the program reads it, perhaps ahead of the loop. Let workers read ahead: `DataLoader(num_workers=2, "
+    "prefetch_factor=4)`. Or call `loader.state_dict()` in that thread after each batch, pass it on, and save the state "
+    "that came with the batch trained on last. Between epochs, call `loader.set_epoch(next_epoch)` before the save."
 )
 _UNEQUAL = (
     "A batch of the `{name}` had different numbers of samples on the ranks, as the last of an epoch may have, and "

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain, compress, islice
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar, final
@@ -38,20 +38,15 @@ class Drawn(Generic[T]):
     """
 
     def __init__(
-        self,
-        items: Iterable[T],
-        streams: Streams,
-        reads: tuple[int, int],
-        *,
-        most_steps: int,
-        eager: bool,
-        saved: Sequence[int] = (),
+        self, items: Iterable[T], streams: Streams, reads: tuple[int, int], *, most_steps: int, eager: bool
     ) -> None:
         """`reads`: how many items must be read for the first step, and for each further one. `eager`: `iter` is called
-        on the items now. `saved`: `first` of the run that is resumed."""
+        on the items now."""
         self._items, self._streams, self._reads, self._most_steps = items, streams, reads, most_steps
-        self._saved, self.first = saved, list[int]()
-        """The first indices of the order, if the items are indices or lists of them."""
+        self.first: Sequence[int] | None = None
+        """The first indices of the order, once they are drawn; empty if items are not indices, or batches of them."""
+        self.expected: Sequence[int] = ()
+        """Those of the run that is resumed."""
         self._iterator: Iterator[T] | None = None
         self._rest: list[T] = []
         self.ended = False
@@ -77,9 +72,10 @@ class Drawn(Generic[T]):
         following, largest = step, step * self._most_steps
         while not self.ended:
             chunk = self._draw(count)
-            self.first = self.first or _indices_in(chunk)
-            if any(here != there for here, there in zip(self.first, self._saved, strict=False)):
-                raise ValueError(_OTHER_ORDER.format(there=self._saved, here=self.first))
+            if self.first is None:
+                self.first = _indices_in(chunk)
+                if any(here != there for here, there in zip(self.first, self.expected, strict=False)):
+                    raise ValueError(_OTHER_ORDER.format(there=self.expected, here=self.first))
             self.ended = len(chunk) < count
             count, following = following, min(2 * following, largest)
             yield chunk
@@ -121,6 +117,8 @@ class Position:
     """Batches that the loop has received after them, on each rank."""
     samples: int = 0
     """Samples that all ranks together have received, `start` included."""
+    first: Sequence[int] = field(default=(), compare=False)
+    """The first samples of the order, by which a resumed run finds that it has another one."""
 
 
 class Part(NamedTuple):
@@ -151,16 +149,12 @@ class Epoch:
         *,
         num_ahead: int = 0,
         seed_workers: Callable[[int], object] | None = None,
-        starts: list[str] | None = None,
-        first: Sequence[int] = (),
     ) -> None:
-        """`starts`, `first`: digests of the states with which the epoch began and its first indices, if it is resumed.
-        `seed_of_rank`: what this rank's generator was seeded with last, if ranks share the order. `seed_workers`:
+        """`seed_of_rank`: what this rank's generator was seeded with last, if ranks share the order. `seed_workers`:
         draws what torch has drawn before its sampler does."""
         self.number, self.streams, self.begun_at = number, streams, begun_at
         self._seed, self._state = seed, torch.get_rng_state()
         self.num_ahead, self._seed_workers, self._seed_of_rank = num_ahead, seed_workers, seed_of_rank
-        self._starts, self._first = starts, first
         self.drawn: Drawn[Any] | None = None
         self.counted = self.over = False
         self.num_batches = begun_at.batches
@@ -183,16 +177,12 @@ class Epoch:
         return mix(self.seed, self._seed_of_rank, self.number, self.begun_at.start + end)
 
     @property
-    def starts(self) -> list[str]:
-        """Digests of the states with which the epoch began, of the process and of the sampler."""
-        return self._starts or [digest(state).hex() for state in self.streams.start or []]
-
-    @property
     def position(self) -> Position:
         """Where the loop is."""
         self._pass()
         start = self.begun_at.start
-        return Position(start=start, batches=self.num_batches, samples=start + self._end)
+        first = () if self.drawn is None else self.drawn.first or ()
+        return Position(start=start, batches=self.num_batches, samples=start + self._end, first=first)
 
     @property
     def num_fetched(self) -> int:
@@ -226,7 +216,8 @@ class Epoch:
         with self.streams.drawing():
             if self._seed_workers is not None:
                 self.streams.restart()
-            self.drawn = Drawn(items, self.streams, reads, most_steps=most_steps, eager=eager, saved=self._first)
+            self.drawn = Drawn(items, self.streams, reads, most_steps=most_steps, eager=eager)
+            self.drawn.expected = self.begun_at.first
             if self._seed_workers is not None:
                 self._seed_workers(self.number)
         return iter(self.drawn)
@@ -314,16 +305,21 @@ class Order:
         for the draw with which torch begins an epoch.
         """
         epoch, self._unsettled = self._unsettled, None
-        if epoch is None or not self.is_shared:
+        if epoch is None or epoch.streams.start is None or not self.is_shared:
             return
         states = self._after(epoch)
         self._copies = states["process"]
-        rngs, ends = [*self._process.values(), *self.own], [*states["process"].values(), *states["generators"]]
-        unused = [digest(rng.read()).hex() == start for rng, start in zip(rngs, epoch.starts, strict=True)]
+        if not self._advance(epoch.streams.start, states) and not self.own and self._seed_workers is not None:
+            self._seed_workers(epoch.number)
+
+    def _advance(self, start: list[Any], after: dict[str, Any]) -> bool:
+        """Move the generators that still have the state in `start` to that in `after`. Returns whether torch's had."""
+        rngs = [*self._process.values(), *self.own]
+        ends = [*(after["process"].get(name, rng.read()) for name, rng in self._process.items()), *after["generators"]]
+        unused = [digest(rng.read()) == digest(state) for rng, state in zip(rngs, start, strict=True)]
         for rng, end in compress(zip(rngs, ends, strict=True), unused):
             rng.write(end)
-        if not unused[0] and not self.own and self._seed_workers is not None:
-            self._seed_workers(epoch.number)
+        return unused[0]
 
     def _after(self, epoch: Epoch) -> dict[str, Any]:
         """The states after this epoch, from which the next one is drawn."""
@@ -347,12 +343,10 @@ class Order:
         return state | self._now()
 
     def _state_of(self, epoch: Epoch) -> dict[str, Any]:
-        begun = self._by_name(epoch.streams.begun or [])
+        begun = self._by_name((epoch.streams.start if self.is_shared else epoch.streams.begun) or [])
         state = {"seed": epoch.seed, "epoch": epoch.number, **asdict(epoch.position), **begun}
-        state["first"] = [] if epoch.drawn is None else epoch.drawn.first
         if not self.is_shared:
             return state | {"ahead": epoch.num_fetched, "following": self._now()}
-        state["before"] = dict(zip(self._process, epoch.starts, strict=False))
         is_settled = epoch.counted and self._unsettled is not epoch
         return state | {"following": self._now() if is_settled else self._after(epoch)}
 
@@ -407,35 +401,27 @@ class Order:
         seed: int | None = None
         process = self._process
         resumed = self._resumed if begun_at != Position() else None
-        starts: list[str] | None = None
         if resumed is not None:
             saved = resumed["process"]
-            starts = [resumed.get("before", {}).get(name, "") for name in process]
-            starts += [digest(state).hex() for state in resumed["generators"]]
             states = (saved[name] if name in saved else rng.read() for name, rng in process.items())
-            start = begun = [*states, *resumed["generators"]]
+            start = [*states, *resumed["generators"]]
+            if "ahead" in resumed:  # one process has saved the states at the sampler's first draw
+                begun = start
+            elif self._copies is None:
+                self._advance(start, resumed["following"])
             seed = resumed["seed"]
-        elif self._copies is None and self._keeps_workers and self.epoch > 0:
-            begun = read_all([*process.values(), *self.own])  # a resumed run starts workers, and torch draws their seed
+        if begun is None and self._copies is None and self._keeps_workers and self.epoch > 0:
+            # a resumed run starts workers, and torch draws their seed
+            begun = start or read_all([*process.values(), *self.own])
         if self._copies is not None:
             start, seed = [*self._copies.values(), *read_all(self.own)], self.seed
         streams = Streams(list(process.values()), self.own, start, begun)
         ahead = 0 if resumed is None else resumed.get("ahead", 0)
         of_rank = torch.initial_seed() if self.is_shared else 0
-        return Epoch(
-            self.epoch,
-            seed,
-            of_rank,
-            streams,
-            begun_at,
-            num_ahead=ahead,
-            seed_workers=self._seed_workers,
-            starts=starts,
-            first=() if resumed is None else resumed.get("first", ()),
-        )
+        return Epoch(self.epoch, seed, of_rank, streams, begun_at, num_ahead=ahead, seed_workers=self._seed_workers)
 
     def _beginning(self) -> Position:
         """Where the next epoch begins: a restored position is dropped if `set_epoch` has chosen another epoch."""
         if self._resumed is None or self._resumed["epoch"] != self.epoch:
             return Position()
-        return Position(**{name: self._resumed[name] for name in ("start", "batches", "samples")})
+        return Position(**{name: self._resumed.get(name, ()) for name in ("start", "batches", "samples", "first")})
