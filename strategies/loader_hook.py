@@ -22,14 +22,7 @@ from fabric.strategies.data.uneven import Votes
 from fabric.strategies.runtime import Runtime
 
 
-def share_loader(
-    runtime: Runtime,
-    loader: Iterable[Any],
-    use: Use,
-    *,
-    distribute: bool,
-    move: bool,
-) -> DeviceLoader:
+def share_loader(runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool) -> DeviceLoader:
     """The implementation of `Strategy.process_dataloader`."""
     collective = runtime.collective
     if distribute:

@@ -494,9 +494,9 @@ class DeviceLoader:
 _ENTRIES = {"cut", "seed", "epoch", "start", "batches", "samples", "process", "generators"}
 """What the state of a loader with an order has."""
 OTHER_THREAD = (
-    "A thread of the program reads it, perhaps ahead of the loop. Let workers read ahead: `DataLoader(num_workers=2, "
-    "prefetch_factor=4)`. Or call `loader.state_dict()` in that thread after each batch, pass it on, and save the state "
-    "that came with the batch trained on last. Between epochs, call `loader.set_epoch(next_epoch)` before the save."
+    "A thread of the program reads it, perhaps ahead of the loop. Let workers read ahead: pass `num_workers=2` to "
+    "`DataLoader`. Or call `loader.state_dict()` in that thread after each batch, pass it on, and save the state that "
+    "came with the batch trained on last. Between epochs, call `loader.set_epoch(next_epoch)` before the save."
 )
 _UNEQUAL = (
     "A batch of the `{name}` had different numbers of samples on the ranks, as the last of an epoch may have, and "

@@ -67,11 +67,7 @@ class Iteration:
     """How many batches the loop has received in one iteration over a loader, and which of them were repeated."""
 
     def __init__(
-        self,
-        progress: LoopProgress | None = None,
-        *,
-        trains: bool = False,
-        agreed: Agreed | None = None,
+        self, progress: LoopProgress | None = None, *, trains: bool = False, agreed: Agreed | None = None
     ) -> None:
         """`trains`: whether the loop trains on the batches. `agreed`: where ranks agree on their number."""
         self._progress = LoopProgress() if progress is None else progress
