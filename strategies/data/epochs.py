@@ -347,6 +347,8 @@ class Order:
         state = {"seed": epoch.seed, "epoch": epoch.number, **asdict(epoch.position), **begun}
         if not self.is_shared:
             return state | {"ahead": epoch.num_fetched, "following": self._now()}
+        if epoch.streams.is_resumed:
+            state["ahead"] = 0
         is_settled = epoch.counted and self._unsettled is not epoch
         return state | {"following": self._now() if is_settled else self._after(epoch)}
 
