@@ -3,7 +3,8 @@
 In one process it is drawn from the generators of the process and of the user's sampler, as they are. Ranks that share
 an order draw it from copies of rank 0's states, taken at set-up, whatever each rank has drawn since. The epoch's number
 increases once its iteration has ended or has yielded a second batch, or once the loop has called backward; then the
-copies are those after the epoch: `next(iter(loader))` on one rank changes nothing on any rank. Another epoch than the
+copies are those after the epoch, and so are generators that were not used meanwhile, for loaders that are set up next:
+`next(iter(loader))` on one rank changes the order on no rank. Another epoch than the
 next one, chosen by `set_epoch`, is drawn from the seed that ranks have agreed on and its number. The position within an
 epoch is that of the loop, not of prefetching workers. Knows items and epochs; knows no loader.
 """

@@ -2,8 +2,8 @@
 
 A loader is never constructed again from guessed arguments. A shallow copy of it gets another sampler, or another
 dataset if that is iterable. Data that cannot be distributed raises here, before anything is read. Set-up sends two or
-three small messages (`Ranks`); iterating sends none, except with `uneven`. Neither draws from the
-random generators of the process or of a sampler: their states are restored.
+three small messages (`Ranks`); iterating sends none, except with `uneven`. Set-up draws from no random generator: their
+states are restored.
 """
 
 from __future__ import annotations
