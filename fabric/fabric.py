@@ -146,8 +146,8 @@ class Fabric:
         self._opened_checkpoints: Checkpoints | None = None
         self._progress = ""
         self.draws_apart = True
-        """Whether ranks that read different data draw different random numbers once a model is set up, if all of them
-        had the same generators. Read when the fabric is launched."""
+        """Whether ranks that read different data draw different random numbers, from the first batch or forward on, if
+        all of them had the same generators. Read when the fabric is launched."""
 
     # Who and where
 
@@ -322,7 +322,7 @@ class Fabric:
         Weights are broadcast from rank 0. `optimizer.step_was_skipped` is True after a step that the loss scaler
         skipped because gradients overflowed in float16. A parameter of an optimizer that belongs to no module (a
         temperature) is averaged like the others.
-        From the next batch of a prepared loader or the next forward on, ranks that read different data draw different
+        From the first batch of a prepared loader or the next forward on, ranks that read different data draw different
         random numbers (dropout, noise), and ranks that hold parts of one model draw the same; both follow from the
         seed.
         Raises: ValueError: an object was set up before, or the strategy does not support a parameter of an optimizer.
@@ -927,6 +927,7 @@ class Fabric:
             stack.callback(atexit.unregister, self._close_at_exit)
             self._open = stack.pop_all()
         self._runtime = runtime
+        runtime.apart.is_on = self.draws_apart
         self._place = world if world.size > 1 else None
         self._moments, weighting = Moments(changed=self._follow_batches), Weighting(runtime)
         self._set_up = SetUp(
@@ -936,7 +937,6 @@ class Fabric:
             self._accumulation,
             weighting,
             self._open,
-            draws_apart=self.draws_apart,
         )
         self._backward = LossBackward(runtime, self._set_up, self._accumulation, weighting, self._moments)
         self._open.callback(self._forget)  # before the teardown: models hold on to the process group

@@ -17,9 +17,9 @@ from fabric.strategies.data.rng import Rng
 def seed_everything(seed: int, workers: bool = True) -> int:
     """Seed Python's `random`, NumPy and torch on every device with `seed`, from 0 to 2**32 - 1, and return it.
 
-    The same call on every rank gives every rank the same random numbers, so models are initialised alike. Once a model
-    is set up, ranks that read different data draw different numbers for dropout and augmentation, whether this is
-    called before or after: see `Fabric.setup`.
+    The same call on every rank gives every rank the same random numbers, so models are initialised alike. From the
+    first batch of a prepared loader, or the first forward after `setup`, ranks that read different data draw different
+    numbers for dropout and augmentation: see `Fabric.setup`.
     `workers`: a loader's workers are always seeded from torch's generator and the rank; False is an error.
     NumPy is seeded if it is imported; `import torch` imports it where it is installed.
     Raises: TypeError: the seed is None, which is not replaced by a random one. ValueError: out of range.

@@ -52,12 +52,9 @@ class SetUp:
         accumulation: Accumulation,
         weighting: Weighting,
         undo: ExitStack,
-        *,
-        draws_apart: bool,
     ) -> None:
-        """`draws_apart`: ranks that read different data draw different random numbers once a model is set up."""
         self._runtime, self._strategy, self._moments, self._undo = runtime, strategy, moments, undo
-        self._accumulation, self._draws_apart = accumulation, draws_apart
+        self._accumulation = accumulation
         self._closure_loss = ClosureLoss(runtime.collective, weighting)
         self.models: dict[nn.Module, Prepared] = {}
         self.optimizers: dict[Optimizer, StateAccess] = {}
@@ -101,8 +98,7 @@ class SetUp:
         self.models[prepared.module] = prepared
         for added in self._moments.model_set_up:
             added(prepared)
-        if self._draws_apart:
-            runtime.apart.agree(runtime.share, runtime.collective.size, runtime.collective.start_add_numbers)
+        runtime.apart.agree(runtime.share, runtime.collective.size, runtime.collective.start_add_numbers)
         self._add(dict.fromkeys(prepared.optimizers, prepared.state), bare, move=move)
         return prepared
 

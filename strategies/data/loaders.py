@@ -2,8 +2,8 @@
 
 A loader is never constructed again from guessed arguments. A shallow copy of it gets another sampler, or another
 dataset if that is iterable. Data that cannot be distributed raises here, before anything is read. Set-up sends two or
-three small messages (`Ranks`); iterating sends none, except with `uneven`. Neither draws from the
-random generators of the process or of a sampler: their states are restored.
+three small messages (`Ranks`); iterating sends none, except with `uneven`. Set-up draws from no random generator: their
+states are restored.
 """
 
 from __future__ import annotations
@@ -270,13 +270,8 @@ def _order(
         if number == 0 or not keeps_workers:
             torch.empty((), dtype=torch.int64).random_(generator=generator)
 
-    order = Order(
-        seed,
-        known,
-        own,
-        copies={name: copies[name] for name in known},
-        seed_workers=seed_workers if _has_indices(loader) else None,
-    )
+    draws = seed_workers if _has_indices(loader) else None
+    order = Order(seed, known, own, copies={name: copies[name] for name in known}, seed_workers=draws)
     return order, seed, states
 
 
@@ -315,11 +310,7 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
     stream = PreparedStream(dataset, cut, order=drawn_here, is_reseeded=loader.persistent_workers)
     source = _copy(loader, dataset=stream, batch_sampler=None)
     return Reading(
-        source=source,
-        order=order,
-        stream=stream,
-        announce=stream.announce,
-        epochal=_epochal(loader, source),
+        source=source, order=order, stream=stream, announce=stream.announce, epochal=_epochal(loader, source)
     )
 
 
@@ -379,13 +370,7 @@ def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
     at_hand = isinstance(items, (list, tuple))
     most_steps = MOST_STEPS if at_hand else 1
     index = IndexSource(items, items, cut, order, most_steps=most_steps, eager=True)
-    return Reading(
-        source=index,
-        order=order,
-        index=index,
-        position=own_position(items),
-        epochal=_epochal(items, items),
-    )
+    return Reading(source=index, order=order, index=index, position=own_position(items), epochal=_epochal(items, items))
 
 
 def _copy(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:

@@ -132,7 +132,7 @@ class Streams:
     ) -> None:
         self._rngs, self._own, self._inside, self._is_released = [*process, *own], own, False, False
         self.start, self._states = start, start
-        self._is_resumed = begun is not None
+        self.is_resumed = begun is not None
         self.begun = begun
         """The states at the sampler's first draw, once it has drawn."""
 
@@ -159,7 +159,7 @@ class Streams:
 
     def begin(self) -> None:
         """Called within `drawing`, when the sampler is about to draw for the first time."""
-        if self._is_resumed and self.begun is not None:
+        if self.is_resumed and self.begun is not None:
             write_all(self._rngs, self.begun)
         else:
             self.begun = read_all(self._rngs)
