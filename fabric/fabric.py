@@ -1004,7 +1004,7 @@ class Fabric:
                 self._request.sanitize,
                 self._moments,
                 self._objects.steps,
-                self._objects.models.values(),
+                self._objects.unprepared,
                 is_comparable=lambda model: strategy.sets_up_one_model or model.sync.is_replicated,
                 has_whole_gradients=lambda model: (
                     model.trained is None and (model.sync.is_replicated or not strategy.in_shards)

@@ -62,10 +62,10 @@ class Name:
 class CheckpointDirectory:
     """A folder, or an address for fsspec, of the checkpoints of one run, of which the last and the best are kept.
 
-    `keep_last`: how many of the newest, 1 or more. `keep_best`: how many besides, of those that `save` was given a `metric`
-    for; `best`: which metric that is, the "min" or the "max". A checkpoint is removed only once a newer one is complete.
-    What is not complete is taken for the remains of a job that died, and removed by the next save. Folders with other
-    names than `save` gives are left alone.
+    `keep_last`: how many of the newest, 1 or more. `keep_best`: how many besides, of those with a `metric`. `best`:
+    which metric that is, "min" or "max". A checkpoint is removed only once a newer one is complete. What is not
+    complete is taken for the remains of a job that died, and removed by the next save. Folders with other names than
+    `save` gives are left alone.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class CheckpointDirectory:
     ) -> PendingSave:
         """Save as `fabric.save`, under the next name, and remove what need not be kept once that is complete.
 
-        `step`, `metric`: for the name, and the choice of the best; those of rank 0 count. Without a metric (a job that is
-        preempted) it is among the last, and never the best. Gives the `path` of the checkpoint, and `wait()`. Ranks:
-        all. Raises: as `fabric.save`; ValueError, on every rank: on rank 0 the metric is not one number, or the step
-        not an integer from 0 on.
+        `step`, `metric`: for the name, and the choice of the best; those of rank 0 count. Without a metric, as where a
+        job is preempted, it is among the last, and never the best. Gives the `path` of the checkpoint, and `wait()`.
+        Ranks: all. Raises: as `fabric.save`; ValueError, on every rank: on rank 0 the metric is not one number, or the
+        step not an integer from 0 on.
         """
         wrong = fabric.collective.broadcast_object(self._wrong(step, metric))
         if wrong is not None:
