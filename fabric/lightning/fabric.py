@@ -28,6 +28,7 @@ from fabric.lightning.strategies import Strategy, strategy_of
 from fabric.lightning.unsupported import unsupported
 from fabric.lightning.utilities.seed import seed_everything
 from fabric.lightning.wrappers import AfterStep, _FabricDataLoader, _FabricModule, prepared, unwrap
+from fabric.output.callbacks import methods
 from fabric.strategies.checkpoint import foreign
 from fabric.strategies.collectives.collective import Collective
 
@@ -376,10 +377,8 @@ class Fabric:
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of every callback that has it, with the keyword arguments that it accepts."""
-        for callback in self._callbacks:
-            method = getattr(callback, hook_name, None)
-            if method is not None:
-                method(*args, **_accepted(method, kwargs))
+        for method in methods(self._callbacks, hook_name):
+            method(*args, **_accepted(method, kwargs))
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:

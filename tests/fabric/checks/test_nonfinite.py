@@ -171,6 +171,7 @@ def test_an_overflow_that_the_loss_scale_made_is_left_to_the_scaler() -> None:
     fabric.backward(model(SAMPLES[:2]).sum() * math.nan)
     with pytest.raises(NonFiniteGradientsError, match=r"step 17 .* The loss was not finite on ranks 0"):
         optimizer.step()
+    fabric.close()
 
 
 def test_only_batches_of_the_step_are_kept_and_three_steps_at_most(tmp_path: Path) -> None:
