@@ -236,6 +236,7 @@ class Fabric:
         for loader in loaders:
             if isinstance(loader, _FabricDataLoader):
                 loader.numbers_samplers = True  # as there
+                loader.seed_workers_by_rank(self.global_rank)
         return loaders if len(dataloaders) > 1 else result
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:

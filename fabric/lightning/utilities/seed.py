@@ -9,7 +9,7 @@ from fabric.lightning.utilities.rank_zero import rank_zero_info
 def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
     """Seed Python, NumPy and torch, and return the seed; None is 0. No environment variable is read or written.
 
-    `workers` has no effect: a DataLoader's workers are always seeded from torch's generator and the rank.
+    `workers` has no effect: a DataLoader's workers are always seeded from torch's generator and their rank.
     `verbose`: says the seed, on rank zero, by `rank_zero_info`.
     Raises: ValueError: out of range.
     """
