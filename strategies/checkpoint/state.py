@@ -228,8 +228,8 @@ def state_of(
     Loaders without a state are left out; in a list, they are None. `gathered`: rank 0 gets whole models and optimizers;
     otherwise each rank gets its shards, as `TensorShards`.
     Ranks: all call it with the same names.
-    Raises: ValueError: `keep` has a name that is not in `state`. TypeError: `keep` is no dictionary of functions, or names
-    an object without entries.
+    Raises: ValueError: `keep` has a name that is not in `state`. TypeError: `keep` is no dictionary of functions, or
+    names an object without entries.
     """
     keep = keep or {}
     if not isinstance(keep, Mapping) or not all(map(callable, keep.values())):

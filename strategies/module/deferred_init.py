@@ -180,5 +180,5 @@ def _call(part: nn.Module, method: str) -> bool:
 
 
 def in_order_of_apply(root: nn.Module) -> list[nn.Module]:
-    """The modules of a model, each once, children before parents: the order of `nn.Module.apply`, which is the user's."""
+    """The modules of a model, each once, children before parents: the order of `nn.Module.apply`."""
     return list(dict.fromkeys([*chain.from_iterable(map(in_order_of_apply, root.children())), root]))

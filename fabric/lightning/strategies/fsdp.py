@@ -56,13 +56,12 @@ class FSDPStrategy(ParallelStrategy):
             )
         _check_state_dict_type(state_dict_type)
         _check_options(kwargs)
-        recomputed = activation_checkpointing if activation_checkpointing is not None else None
         self._core = CoreFSDP(
             **options,
             **_sharding(sharding_strategy, device_mesh),
-            auto_wrap_policy=_policy(auto_wrap_policy),
-            activation_checkpointing_policy=_policy(
-                activation_checkpointing_policy if recomputed is None else recomputed
+            auto_wrap_policy=auto_wrap_policy,
+            activation_checkpointing_policy=(
+                activation_checkpointing_policy if activation_checkpointing is None else activation_checkpointing
             ),
             cpu_offload=_offload(cpu_offload),
         )
@@ -134,21 +133,3 @@ def _check_options(options: dict[str, Any]) -> None:
 
 def _offload(value: Any) -> bool:
     return bool(value) if value is None or isinstance(value, bool) else bool(value.offload_params)
-
-
-def _policy(policy: Any) -> Any:
-    """The core's policy: classes, also of torch's `ModuleWrapPolicy` and `transformer_auto_wrap_policy`."""
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
-
-    if isinstance(policy, ModuleWrapPolicy):
-        return policy._module_classes
-    function, words = getattr(policy, "func", None), getattr(policy, "keywords", {})
-    if function is transformer_auto_wrap_policy and set(words) == {"transformer_layer_cls"}:
-        return words["transformer_layer_cls"]
-    if policy is None or isinstance(policy, (type, set, frozenset, list, tuple)):
-        return policy
-    raise unsupported(
-        f"auto_wrap_policy={policy!r}",
-        "Write the classes of the submodules, `auto_wrap_policy={Block}`. For a function `(module) -> bool`, pass "
-        "`fabric.strategies.FSDPStrategy` to `Fabric(strategy=...)`.",
-    )

@@ -13,9 +13,11 @@ PAGE = Path(__file__).parents[3] / "docs" / "from-lightning.md"
 
 PROGRAM = """
 import json, sys
+from functools import partial
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from fabric.lightning import Fabric, seed_everything
 from fabric.lightning.loggers import CSVLogger
 from fabric.lightning.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
@@ -39,7 +41,7 @@ class Hooks:
 STRATEGIES = {
     "single": lambda: "auto",
     "ddp": lambda: DDPStrategy(bucket_cap_mb=1),
-    "fsdp": lambda: FSDPStrategy(auto_wrap_policy={nn.Linear}, state_dict_type="full"),
+    "fsdp": lambda: FSDPStrategy(auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=10)),
     "mesh": lambda: ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1),
     "deepspeed": lambda: DeepSpeedStrategy(stage=2, overlap_comm=False),
 }

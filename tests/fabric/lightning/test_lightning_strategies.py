@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from fabric.lightning import Fabric
 from fabric.lightning.plugins import BitsandbytesPrecision, CheckpointIO, TransformerEnginePrecision
@@ -73,11 +72,7 @@ from fabric.strategies.registry import make_strategy
         (FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"), {"reshard_after_forward": False, "device_mesh": None}),
         (FSDPStrategy(sharding_strategy=ShardingStrategy.HYBRID_SHARD), {"device_mesh": "nodes"}),
         (FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 4)), {"device_mesh": (2, 4)}),
-        (FSDPStrategy(auto_wrap_policy=ModuleWrapPolicy({nn.Linear})), {"auto_wrap_policy": {nn.Linear}}),
-        (
-            FSDPStrategy(auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})),
-            {"auto_wrap_policy": {nn.Linear}},
-        ),
+        (FSDPStrategy(auto_wrap_policy=size_based_auto_wrap_policy), {"auto_wrap_policy": size_based_auto_wrap_policy}),
         (
             FSDPStrategy(activation_checkpointing=[nn.Linear]),
             {"activation_checkpointing_policy": [nn.Linear]},
@@ -115,7 +110,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (FSDPStrategy, {"sync_module_states": False}, "Weights are always broadcast from rank 0"),
     (FSDPStrategy, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "gathers before the backward"),
     (FSDPStrategy, {"mixed_precision": MixedPrecision()}, r"`Fabric\(precision='bf16-mixed'\)`"),
-    (FSDPStrategy, {"auto_wrap_policy": size_based_auto_wrap_policy}, r"`auto_wrap_policy=\{Block\}`"),
     (FSDPStrategy, {"device_mesh": object(), "sharding_strategy": "HYBRID_SHARD"}, r"\(replicas, shards\)"),
     (ModelParallelStrategy, {"parallelize_fn": print, "save_distributed_checkpoint": True}, "one file with whole"),
     (DeepSpeedStrategy, {"remote_device": "cpu"}, r"construct the model within `fabric\.init_module"),
