@@ -328,12 +328,17 @@ class Fabric:
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write one file, under every strategy, which `torch.load` reads. Rank 0 gathers the state.
+        """Write one file, which `torch.load` reads: rank 0 gathers the state. With `state_dict_type="sharded"` or
+        `save_distributed_checkpoint=True` each rank writes its shards into a folder, as `fabric.Fabric.save` does.
 
         Loaders without a position are omitted. Ranks: all call it.
         """
-        content = self.core._checkpoints.content(_unwrapped("save", state), filter, gathered=True)
-        foreign.save(self.core._connected.collective, path, content)
+        plain = _unwrapped("save", state)
+        if self._strategy.saves_shards:
+            self.core.save(path, plain, filter)
+        else:
+            content = self.core._checkpoints.content(plain, filter, gathered=True)
+            foreign.save(self.core._connected.collective, path, content)
 
     def load(
         self,

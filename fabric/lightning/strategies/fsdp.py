@@ -14,7 +14,8 @@ class FSDPStrategy(ParallelStrategy):
     """Every rank holds a shard of parameters, gradients and optimizer state.
 
     `sharding_strategy`: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (a replica on each node, or
-    `device_mesh=(replicas, shards)`), as strings or torch's enum. `state_dict_type`: "full".
+    `device_mesh=(replicas, shards)`), as strings or torch's enum. `state_dict_type`: "full", or "sharded", by which
+    `fabric.save` writes a folder with the shards of each rank.
     Raises: UnsupportedError: an option or a value without a counterpart in FSDP2.
     """
 
@@ -54,7 +55,9 @@ class FSDPStrategy(ParallelStrategy):
                 "`activation_checkpointing` and `activation_checkpointing_policy` set the same option. Leave the first "
                 "out."
             )
-        _check_state_dict_type(state_dict_type)
+        if state_dict_type not in (None, "full", "sharded"):
+            raise ValueError(f"`FSDPStrategy(state_dict_type={state_dict_type!r})`: write 'full', or 'sharded'.")
+        self.saves_shards = state_dict_type == "sharded"
         _check_options(kwargs)
         self._core = CoreFSDP(
             **options,
@@ -105,18 +108,6 @@ def _sharding(word: Any, mesh: Any) -> dict[str, Any]:
             "shards. Write `sharding_strategy='HYBRID_SHARD'`, or leave `device_mesh` out."
         )
     return {**options, "device_mesh": mesh}
-
-
-def _check_state_dict_type(word: str | None) -> None:
-    if word == "sharded":
-        raise unsupported(
-            "FSDPStrategy(state_dict_type='sharded')",
-            "Leave it out, or write 'full': `fabric.save` writes one file with unsharded tensors, which every strategy "
-            "loads with any number of ranks. For sharded files call `torch.distributed.checkpoint` on "
-            "`model.state_dict()`.",
-        )
-    if word not in (None, "full"):
-        raise ValueError(f"`FSDPStrategy(state_dict_type={word!r})`: write 'full', or leave it out.")
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from processes import run
 PAGE = Path(__file__).parents[3] / "docs" / "from-lightning.md"
 
 PROGRAM = """
-import json, sys
+import json, os, sys
 from functools import partial
 import torch
 from torch import nn
@@ -42,9 +42,14 @@ STRATEGIES = {
     "single": lambda: "auto",
     "ddp": lambda: DDPStrategy(bucket_cap_mb=1),
     "fsdp": lambda: FSDPStrategy(auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=10)),
+    "sharded": lambda: FSDPStrategy(state_dict_type="sharded"),
     "mesh": lambda: ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1),
     "deepspeed": lambda: DeepSpeedStrategy(stage=2, overlap_comm=False),
 }
+
+
+def to_whole(tensor):
+    return tensor.full_tensor() if "full_tensor" in dir(tensor) else tensor
 
 
 def main(fabric, folder):
@@ -81,7 +86,13 @@ def main(fabric, folder):
     mesh = fabric.strategy.device_mesh
     names = None if mesh is None else mesh.mesh_dim_names
     fabric.save(folder + "/model.ckpt", {"model": model, "loader": loader})
+    assert os.path.isdir(folder + "/model.ckpt") == fabric.strategy.saves_shards
+    saved = {name: to_whole(each).clone() for name, each in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.data.zero_()
     fabric.load(folder + "/model.ckpt", {"model": model, "loader": loader})
+    if word != "deepspeed":  # whose engine writes its own parameters
+        assert all(torch.equal(saved[name], to_whole(each)) for name, each in model.state_dict().items())
     return {"norms": norms, "loss": loss.item(), "steps": fabric._callbacks[0].steps, "mesh": names,
             "strategy": type(fabric.strategy).__name__, "world_size": fabric.strategy.world_size}
 
@@ -118,6 +129,7 @@ def test_two_ranks_under_each_strategy_train_as_one_and_go_on_after_launch(tmp_p
     kinds = {
         "ddp": "DDPStrategy",
         "fsdp": "FSDPStrategy",
+        "sharded": "FSDPStrategy",
         "mesh": "ModelParallelStrategy",
         "deepspeed": "DeepSpeedStrategy",
     }
