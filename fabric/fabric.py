@@ -40,7 +40,7 @@ from fabric.loop.setup import SetUp
 from fabric.loop.stop import StopRequest
 from fabric.loop.weighting import Weighting, average_over_ranks
 from fabric.output.callbacks import call
-from fabric.output.loggers.logger import metric_writer
+from fabric.output.loggers.logger import metric_writer, report_open_run
 from fabric.output.progress.iteration import progress
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful, uncompiled
@@ -244,6 +244,8 @@ class Fabric:
             world=self._place,
             max_restarts=chosen.max_restarts,
         )
+        if chosen.topology.size > 1 and self._place is None:
+            report_open_run(sys.modules)
         if function is None:
             self._connect(launcher.enter())
             return None
