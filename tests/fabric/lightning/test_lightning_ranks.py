@@ -144,11 +144,21 @@ def test_two_ranks_under_each_strategy_train_as_one_and_go_on_after_launch(tmp_p
 
 BY_FUNCTION = """
 import sys
-from fabric.lightning import Fabric
+import torch
+from torch.utils.data import DataLoader
+from fabric.lightning import Fabric, seed_everything
 from fabric.lightning.strategies import DDPStrategy
+
+class Draws(torch.utils.data.Dataset):
+    __len__ = lambda self: 8
+    __getitem__ = lambda self, index: torch.rand(1)
 
 def main(fabric, number):
     assert fabric.strategy.world_size == fabric.world_size == 2
+    seed_everything(3, workers=True, verbose=False)
+    loader = fabric.setup_dataloaders(DataLoader(Draws(), batch_size=2, num_workers=1))
+    drawn = fabric.all_gather(torch.cat(list(loader)))
+    assert len(drawn.unique()) == drawn.numel() == 8, drawn
     return fabric.all_gather(fabric.strategy.global_rank + number)
 
 if __name__ == "__main__":
@@ -158,7 +168,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_with_a_start_method_ranks_end_with_the_function_and_the_result_of_rank_zero_is_returned(
+def test_with_a_start_method_ranks_end_with_the_function_and_workers_of_ranks_draw_apart(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "program.py").write_text(BY_FUNCTION)
