@@ -40,7 +40,7 @@ from fabric.loop.setup import SetUp
 from fabric.loop.stop import StopRequest
 from fabric.loop.weighting import Weighting, average_over_ranks
 from fabric.output.callbacks import call
-from fabric.output.loggers.logger import metric_writer
+from fabric.output.loggers.logger import metric_writer, report_open_run
 from fabric.output.progress.iteration import progress
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful, uncompiled
@@ -246,6 +246,8 @@ class Fabric:
             world=self._place,
             max_restarts=chosen.max_restarts,
         )
+        if chosen.topology.size > 1 and self._place is None:
+            report_open_run(sys.modules)
         if function is None:
             self._connect(launcher.enter())
             return None
@@ -984,7 +986,7 @@ class Fabric:
                 self._request.sanitize,
                 self._moments,
                 self._objects.steps,
-                self._objects.models.values(),
+                self._objects.unprepared,
                 is_comparable=lambda model: strategy.sets_up_one_model or model.sync.is_replicated,
                 has_whole_gradients=lambda model: (
                     model.trained is None and (model.sync.is_replicated or not strategy.in_shards)

@@ -65,8 +65,9 @@ class Prepared:
     """The weights that an engine trains; None: the parameters that `sync` holds."""
 
     def holds(self, obj: nn.Module | Optimizer) -> bool:
-        """Whether `obj` is this model, a submodule of it, or an optimizer of its present parameters."""
+        """Whether `obj` is this model, a module within or around it, or an optimizer of its present parameters."""
         if isinstance(obj, nn.Module):
-            return any(part is obj for part in uncompiled(self.module).modules())
+            own = uncompiled(self.module)
+            return any(part is obj for part in own.modules()) or any(part is own for part in obj.modules())
         own = {id(parameter) for parameter in self.module.parameters()}
         return any(id(parameter) in own for group in obj.param_groups for parameter in group["params"])

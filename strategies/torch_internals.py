@@ -39,7 +39,6 @@ FULLY_SHARD: Names = {
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": {
         "_unsharded_param sharded_param unsharded_accumulated_grad": "see Note [Gradients not reduced yet]",
     },
-    "torch.distributed.fsdp.wrap:ModuleWrapPolicy": {"_module_classes": "the classes that it wraps"},
 }
 
 COMPILED: Names = {

@@ -30,8 +30,8 @@ from fabric.checks.agreement import Fact, SanitizerError, Value, compare
 from fabric.checks.check import Check, Moments
 from fabric.checks.forward_weights import ForwardWeights
 from fabric.checks.steps import StepCounter
-from fabric.checks.strangers import Strangers
 from fabric.checks.training_state import Parameters, gradients_of, modes_of, names_in, options_of, weights_and_states
+from fabric.checks.unprepared import UnpreparedOptimizers
 from fabric.loop.seed import device_rngs
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.collectives.c10d_check import compare_collectives
@@ -68,10 +68,10 @@ class WatchedSteps:
 class Sanitizer(Check):
     """Tells the watch what was set up, and attaches it to the steps that are watched.
 
-    `steps`: the counters of all prepared optimizers; `models`: all that are set up. `is_comparable(model)`: whether all
-    ranks set it up, and call `fabric.backward` together. `has_whole_gradients(model)`: whether every rank has the
-    averaged gradients of all of the model when its optimizer steps. `sees_collectives`: whether they are those of
-    torch.distributed.
+    `steps`: the counters of all prepared optimizers; `unprepared`: what is known of others. `is_comparable(model)`:
+    whether all ranks set it up, and call `fabric.backward` together. `has_whole_gradients(model)`: whether every rank
+    has the averaged gradients of all of the model when its optimizer steps. `sees_collectives`: whether they are those
+    of torch.distributed.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Sanitizer(Check):
         sanitize: Sanitize,
         moments: Moments,
         steps: Mapping[Optimizer, StepCounter],
-        models: Iterable[Prepared],
+        unprepared: UnpreparedOptimizers,
         *,
         is_comparable: Callable[[Prepared], bool],
         has_whole_gradients: Callable[[Prepared], bool],
@@ -87,7 +87,7 @@ class Sanitizer(Check):
     ) -> None:
         self._is_comparable, self._has_whole_gradients = is_comparable, has_whole_gradients
         self._is_always = sanitize == "always"
-        self._watch_of = partial(_Watch, WatchedSteps(sanitize), moments, steps, models, sees_collectives)
+        self._watch_of = partial(_Watch, WatchedSteps(sanitize), moments, steps, unprepared, sees_collectives)
 
     def connected(self, runtime: Runtime) -> None:
         self._watch = self._watch_of(runtime)
@@ -115,13 +115,13 @@ class _Watch(Check):
         watched: WatchedSteps,
         moments: Moments,
         steps: Mapping[Optimizer, StepCounter],
-        models: Iterable[Prepared],
+        unprepared: UnpreparedOptimizers,
         sees_collectives: bool,
         runtime: Runtime,
     ) -> None:
         self._watched, self._moments, self._steps, self._runtime = watched, moments, steps, runtime
         self._sees_collectives = sees_collectives
-        self._strangers = Strangers(runtime, models)
+        self._unprepared = unprepared
         self._everyone = tuple(range(runtime.world.size))
         self._models: list[tuple[Prepared, Parameters]] = []
         """Each with its parameters as they were set up."""
@@ -202,14 +202,14 @@ class _Watch(Check):
             self._batches += f"{digest_of_all(tensors)} "
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
-        self._strangers.before_backward()
+        self._unprepared.before_backward()
         self.compare_collectives()
         if not goes_through(loss, "CompiledFunction"):  # compiled modules are compiled again where hooks come and go
             for each in self._forward_weights:
                 each.attach()
 
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
-        self._strangers.after_backward()
+        self._unprepared.after_backward()
         if is_synchronised:
             self._noted |= modes_of((model.module for model, _ in self._models), self._everyone)
             number = float(loss.detach().sum())
@@ -218,7 +218,7 @@ class _Watch(Check):
             self._end_if_over()
 
     def gradients_averaged(self, parameters: Iterable[Tensor]) -> None:
-        self._strangers.averaged.update(map(id, parameters))
+        self._unprepared.averaged.update(map(id, parameters))
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._stepped[optimizer] = self._steps[optimizer].num_steps
@@ -237,7 +237,7 @@ class _Watch(Check):
                 if not model.sync.averages_before_hooks and model.holds(optimizer):
                     raise SanitizerError(_WITHIN.format(optimizer=type(optimizer).__name__))
         if optimizer not in self._access:
-            self._strangers.step(optimizer)
+            self._unprepared.step(optimizer)
             return
         if optimizer in self._stepped:  # no synchronised `fabric.backward` since its last step
             self._moments.num_backwards += 1

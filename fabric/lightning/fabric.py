@@ -28,6 +28,7 @@ from fabric.lightning.strategies import Strategy, strategy_of
 from fabric.lightning.unsupported import unsupported
 from fabric.lightning.utilities.seed import seed_everything
 from fabric.lightning.wrappers import AfterStep, _FabricDataLoader, _FabricModule, prepared, unwrap
+from fabric.output.callbacks import methods
 from fabric.strategies.checkpoint import foreign
 from fabric.strategies.collectives.collective import Collective
 
@@ -235,6 +236,7 @@ class Fabric:
         for loader in loaders:
             if isinstance(loader, _FabricDataLoader):
                 loader.numbers_samplers = True  # as there
+                loader.seed_workers_by_rank(self.global_rank)
         return loaders if len(dataloaders) > 1 else result
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
@@ -326,12 +328,17 @@ class Fabric:
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write one file, under every strategy, which `torch.load` reads. Rank 0 gathers the state.
+        """Write one file, which `torch.load` reads: rank 0 gathers the state. With `state_dict_type="sharded"` or
+        `save_distributed_checkpoint=True` each rank writes its shards into a folder, as `fabric.Fabric.save` does.
 
         Loaders without a position are omitted. Ranks: all call it.
         """
-        content = self.core._checkpoints.content(_unwrapped("save", state), filter, gathered=True)
-        foreign.save(self.core._connected.collective, path, content)
+        plain = _unwrapped("save", state)
+        if self._strategy.saves_shards:
+            self.core.save(path, plain, filter)
+        else:
+            content = self.core._checkpoints.content(plain, filter, gathered=True)
+            foreign.save(self.core._connected.collective, path, content)
 
     def load(
         self,
@@ -376,10 +383,8 @@ class Fabric:
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of every callback that has it, with the keyword arguments that it accepts."""
-        for callback in self._callbacks:
-            method = getattr(callback, hook_name, None)
-            if method is not None:
-                method(*args, **_accepted(method, kwargs))
+        for method in methods(self._callbacks, hook_name):
+            method(*args, **_accepted(method, kwargs))
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:

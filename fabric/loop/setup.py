@@ -64,14 +64,15 @@ class SetUp:
         self.steps: dict[Optimizer, StepCounter] = {}
         self.bare = BareParameters(runtime)
         """Parameters that are in no module."""
-        self._unprepared = UnpreparedOptimizers(self.optimizers)
+        self.unprepared = UnpreparedOptimizers(runtime, self.optimizers, self.models)
 
     def forget(self) -> None:
         """Drop all references to what was set up."""
         for known in (self.models, self.optimizers, self.schedulers, self.loaders, self.steps):
             known.clear()  # others have them too
         self.bare.release()
-        self.bare, self._unprepared = BareParameters(self._runtime), UnpreparedOptimizers(self.optimizers)
+        self.bare = BareParameters(self._runtime)
+        self.unprepared = UnpreparedOptimizers(self._runtime, self.optimizers, self.models)
 
     def model(self, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> Prepared:
         """Set up a model and its optimizers. Ranks: all. Raises: as `Fabric.setup`."""
@@ -92,8 +93,10 @@ class SetUp:
             prepared = strategy.setup(runtime, module, optimizers, move)
             self._undo.push(stack.pop_all())
         self._undo.callback(prepared.release)
-        lack = strategy.lacks.get("later_optimizers") if runtime.world.size > 1 else None
-        self._unprepared.add(uncompiled(prepared.module), before, self._undo, lack)
+        why = None if prepared.scale_loss is not None or runtime.loss_scaler is None else _SCALED
+        if runtime.world.size > 1 and (lack := strategy.lacks.get("later_optimizers")) is not None:
+            why = f"each rank would step with its own gradients, which are not averaged. {lack}"
+        self.unprepared.add(uncompiled(prepared.module), before, self._undo, why)
         self._undo.callback(report_shards(uncompiled(prepared.module), prepared.state, runtime.report))
         self.models[prepared.module] = prepared
         for added in self._moments.model_set_up:
@@ -187,7 +190,7 @@ class SetUp:
         others = [*self.models] if self._runtime.forward_communicates else []
         known = {each: type(other).__name__ for other in others for each in other.parameters()}
         for name, each in module.named_parameters():
-            other = known.get(each) or (self._unprepared.model_of(each) if each.requires_grad else None)
+            other = known.get(each) or (self.unprepared.model_of(each) if each.requires_grad else None)
             if other is not None:
                 raise ValueError(_SHARED.format(name=name, model=type(module).__name__, other=other))
 
@@ -201,7 +204,7 @@ class SetUp:
                 f"`{type(coming[0]).__name__}`, which were treated as parameters outside of any module. Set up every "
                 "module before the optimizers of its parameters, or together with them."
             )
-        self._unprepared.refuse_replaced(optimizers)
+        self.unprepared.refuse_replaced(optimizers)
         bare = outside(optimizers, (*self.models, *coming))
         for module in coming:
             refuse_another_model(module, optimizers, bare)
@@ -238,6 +241,10 @@ class SetUp:
             moment(optimizers)
 
 
+_SCALED = (
+    "`precision='16-mixed'` multiplies the loss by a scale, and divides the gradients of optimizers that were set up, "
+    "alone. Write `model, optimizer = fabric.setup(model, optimizer)`, or `fabric.setup_optimizers(optimizer)`."
+)
 _SHARED = (
     "{name!r} of `{model}` is also a parameter of `{other}`, which was set up before, and each would have its own "
     "shards. Set up one module that has both, or pass `strategy='ddp'`."

@@ -15,8 +15,8 @@ from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.parameters import parameters_of
 
 INSTEAD = (
-    "write `fabric.save(path, {'model': model})`, or call `fabric.state_dict(model)` on every rank and save on rank 0 "
-    "what it gives."
+    "write `fabric.save(path, {'model': model})`, or call `state = fabric.state_dict(model)` on every rank; on rank 0, "
+    "then, `torch.save(state, path)` or `model.save_pretrained(path, state_dict=state)`."
 )
 
 

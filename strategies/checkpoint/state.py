@@ -228,18 +228,22 @@ def state_of(
     Loaders without a state are left out; in a list, they are None. `gathered`: rank 0 gets whole models and optimizers;
     otherwise each rank gets its shards, as `TensorShards`.
     Ranks: all call it with the same names.
-    Raises: ValueError: `keep` has a name that is not in `state`. TypeError: `keep` names an object without entries.
+    Raises: ValueError: `keep` has a name that is not in `state`. TypeError: `keep` is no dictionary of functions, or
+    names an object without entries.
     """
-    for name in keep or {}:
+    keep = keep or {}
+    if not isinstance(keep, Mapping) or not all(map(callable, keep.values())):
+        raise TypeError(f"`filter={keep!r}`: write a function for a name, `{{'model': lambda name, value: ...}}`.")
+    for name in keep:
         if name not in state:
             raise ValueError(
                 f"`filter` has {name!r}, but the state has {', '.join(map(repr, state))}. Use one of these names."
             )
     read = {}
     for name, value in state.items():
-        with _left_out(value, (keep or {}).get(name), access):
+        with _left_out(value, keep.get(name), access):
             read[name] = _read(name, value, access, loaders, gathered)
-    return {name: _kept(name, value, (keep or {}).get(name)) for name, value in read.items() if value is not SKIPPED}
+    return {name: _kept(name, value, keep.get(name)) for name, value in read.items() if value is not SKIPPED}
 
 
 def restore(

@@ -120,6 +120,11 @@ class DeviceLoader:
         """Whether each iteration passes its number to the user's sampler (`set_epoch`), which torch leaves to the
         loop."""
 
+    def seed_workers_by_rank(self, rank: int) -> None:
+        """Seed workers over a map-style dataset differently on each rank, although the ranks' generators are alike."""
+        if self._reading.order is not None:
+            self._reading.order.rank = rank
+
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. It is counted at its second batch, its end, or a backward pass, whichever comes first."""
         reading, self._has_begun, self._told_before = self._reading, True, self._told

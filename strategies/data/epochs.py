@@ -247,6 +247,8 @@ class Order:
         self._next = 0
         """The number of the epoch that the copies are the states of."""
         self._seed_workers, self._keeps_workers = seed_workers, keeps_workers
+        self.rank = 0
+        """Beside the seed of the rank's generator, what workers draw from."""
         self.latest: Epoch | None = None
         self.standing: Epoch | None = None
         """The epoch of the loop's latest batch."""
@@ -420,7 +422,7 @@ class Order:
             start, seed = [*self._copies.values(), *read_all(self.own)], self.seed
         streams = Streams(list(process.values()), self.own, start, begun)
         ahead = 0 if resumed is None else resumed.get("ahead", 0)
-        of_rank = torch.initial_seed() if self.is_shared else 0
+        of_rank = torch.initial_seed() + self.rank if self.is_shared else 0
         return Epoch(self.epoch, seed, of_rank, streams, begun_at, num_ahead=ahead, seed_workers=self._seed_workers)
 
     def _beginning(self) -> Position:

@@ -57,7 +57,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     Args:
         auto_wrap_policy: Submodules whose parameters are all-gathered together: "blocks" (`blocks_of(model)`), classes,
-            or a function of a module. None: the whole model at once.
+            or a function of a module, also of torch's form. None: the whole model at once.
         reshard_after_forward: Free gathered parameters after forward. False: keep them for backward. A number: shard
             over so many ranks.
         device_mesh: (replicas, shards), or "nodes" for a replica on each node. None: shards over all ranks.

@@ -14,6 +14,7 @@ nothing has filled before `setup` is then initialised in the same order, by the 
 from __future__ import annotations
 
 import inspect
+from itertools import chain
 from typing import final
 from weakref import WeakValueDictionary
 
@@ -180,6 +181,4 @@ def _call(part: nn.Module, method: str) -> bool:
 
 def in_order_of_apply(root: nn.Module) -> list[nn.Module]:
     """The modules of a model, each once, children before parents: the order of `nn.Module.apply`."""
-    found: list[nn.Module] = []
-    root.apply(found.append)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*chain.from_iterable(map(in_order_of_apply, root.children())), root]))

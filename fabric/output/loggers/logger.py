@@ -6,7 +6,8 @@ Fabric calls it on rank zero only, with numbers. Lightning's loggers, Comet's ex
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 
@@ -31,3 +32,13 @@ def metric_writer(logger: object) -> Callable[..., Any]:
         f"`loggers` holds {logger!r}, a `{type(logger).__name__}`. A logger has `log_metrics(metrics, step=None)` or "
         "`log(metrics, step=None)`, and it has neither. Write one of them: the metrics are a dict of numbers by name."
     )
+
+
+def report_open_run(modules: Mapping[str, Any]) -> None:
+    """Say, in the process that starts the ranks, that a run of Weights & Biases is open. `modules`: those imported."""
+    if getattr(modules.get("wandb"), "run", None) is not None:
+        logging.getLogger("fabric").warning(
+            "`wandb.init()` ran before `fabric.launch()`, in a process that is no rank, and ranks that run the script "
+            "again open a run each. Open one, on rank zero, after it: `if fabric.is_global_zero: "
+            "fabric.loggers.append(wandb.init(...))`."
+        )

@@ -140,6 +140,7 @@ def test_an_overflow_that_the_loss_scale_made_is_left_to_the_scaler() -> None:
     fabric.backward(model(SAMPLES[:2]).sum() * math.nan)
     with pytest.raises(NonFiniteGradientsError, match=r"step 17 .* The loss was not finite on ranks 0"):
         optimizer.step()
+    fabric.close()
 
 
 def test_a_closure_and_another_word_raise() -> None:
