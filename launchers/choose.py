@@ -29,11 +29,12 @@ def choose_launcher(
     function: Callable[..., Any] | None,
     world: World | None,
     max_restarts: int = 0,
+    device_type: str | None = None,
 ) -> Launcher:
     """The launcher of a name; for `auto` one that works in this process.
 
     `world`: the place of this process, if an external launcher or an earlier launch has made it a rank. `max_restarts`:
-    how often `elastic` starts all ranks again.
+    how often `elastic` starts all ranks again. `device_type`: of the ranks' devices; None: any that torch was built for.
     Raises: ValueError: no launcher has this name, or it does not work here.
     """
     file = imported_script()
@@ -56,7 +57,7 @@ def choose_launcher(
         return row.make(topology)
     if function is not None and word == "auto":
         return forkserver(topology, is_chosen=True)
-    unsafe, program = fork_is_safe(), this_program()
+    unsafe, program = fork_is_safe(device_type), this_program()
     if unsafe is None:
         return Fork(topology)
     if function is None and program.is_interactive:
