@@ -28,9 +28,14 @@ ENDING_S = 0.25
 
 
 def fork_is_safe(device_type: str | None = None) -> str | None:
-    """None if a fork is safe now; otherwise the reason why it is not. `device_type`: of the ranks' devices; None: any."""
+    """None if a fork is safe now; otherwise the reason why it is not.
+
+    `device_type`: what ranks use; None: whatever device there is.
+    """
     if not hasattr(os, "fork") or sys.platform != "linux":
         return f"on {sys.platform} a forked process may not use the system's own libraries"
+    if threading.current_thread() is not threading.main_thread():
+        return f"this process has started the thread {threading.current_thread().name!r}, and a fork copies it alone"
     others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
     threads = [thread.name for thread in others if not _is_of_a_notebook(thread)]
     if threads:
