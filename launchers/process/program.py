@@ -80,10 +80,8 @@ def this_program() -> Program:
 def imported_script() -> str | None:
     """The script that this process is importing for the functions in it, as `multiprocessing` and our ranks do; None if
     it does not."""
-    for frame, _ in walk_stack(sys._getframe()):
-        if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
-            return frame.f_code.co_filename
-    return None
+    codes = (each.f_code for each, _ in walk_stack(sys._getframe()) if each.f_globals.get("__name__") == "__mp_main__")
+    return next((code.co_filename for code in codes if code.co_name == "<module>"), None)
 
 
 def who_goes_on() -> str | None:
@@ -92,11 +90,9 @@ def who_goes_on() -> str | None:
         return "an interactive session"
     if threading.current_thread() is not threading.main_thread():
         return f"the thread {threading.current_thread().name!r}"
-    for frame, _ in walk_stack(sys._getframe()):
-        name = f"{frame.f_globals.get('__name__')}."
-        if name.startswith(_CALLERS) and name != "unittest.mock.":
-            return next(caller.strip("_.") for caller in _CALLERS if name.startswith(caller))
-    return None
+    names = [f"{frame.f_globals.get('__name__')}." for frame, _ in walk_stack(sys._getframe())]
+    found = (each for name in names for each in _CALLERS if name.startswith(each) and name != "unittest.mock.")
+    return next(found, "").strip("_.") or None
 
 
 def is_interactive() -> bool:
