@@ -245,6 +245,7 @@ class Fabric:
             function=function,
             world=self._place,
             max_restarts=chosen.max_restarts,
+            device_type=chosen.accelerator.name,
         )
         if chosen.topology.size > 1 and self._place is None:
             report_open_run(sys.modules)
