@@ -34,6 +34,7 @@ STABLE: Names = {
     },
     "torch._C": {
         "_disabled_torch_function_impl": "a subclass of Tensor without `__torch_function__`, as torch writes its own",
+        "_dispatch_get_all_op_names": "collectives that the sanitizer does not know; without it, it says nothing of them",
     },
     "torch.distributed.distributed_c10d": {"_world": "all groups: see Note [Groups while forked processes run]"},
     "torch._C._distributed_c10d": {"_dump_fr_trace|_dump_nccl_trace": "reads the flight recorder in this process"},
