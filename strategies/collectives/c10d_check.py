@@ -80,7 +80,7 @@ def compare_collectives(progress: Callable[[], str] = lambda: "") -> Iterator[No
     for name, operator in _operators():
         library.impl(
             name,
-            _kernel(operator, OPERATORS[name], progress) if name in OPERATORS else _uncompared(operator),
+            _kernel(operator, OPERATORS.get(name), progress),
             "BackendSelect",
             with_keyset=True,
             allow_override=True,  # by a second `Fabric` with the option
@@ -99,31 +99,23 @@ def _operators() -> Iterator[tuple[str, Any]]:
             yield name, overloads.default
 
 
-def _uncompared(operator: Any) -> Callable[..., Any]:
-    """For an operator that a later torch has added."""
-
-    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        _say_uncompared(operator.name())
-        return operator.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)
-
-    return run
-
-
 @cache
 def _say_uncompared(name: str) -> None:
     warnings.warn(
         f"`{name}` is not compared over the ranks: the sanitizer does not know this operator of torch "
         f"{torch.__version__}, and compares the other collectives. A newer torchfabric may know it.",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
-def _kernel(operator: Any, shown: _Operator, progress: Callable[[], str]) -> Callable[..., Any]:
+def _kernel(operator: Any, shown: _Operator | None, progress: Callable[[], str]) -> Callable[..., Any]:
     names, thread = [argument.name for argument in operator._schema.arguments], threading.get_ident()
 
     def compare(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         is_elsewhere = threading.get_ident() != thread and is_in_a_started_thread()
-        if not (is_elsewhere or _is_message(inspect.currentframe())):
+        if shown is None:
+            _say_uncompared(operator.name())
+        elif not (is_elsewhere or _is_message(inspect.currentframe())):
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             _compare(ProcessGroup.unbox(given["process_group"]), shown, given, progress)
         return operator.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)

@@ -8,6 +8,7 @@ from typing import Any
 from fabric.lightning.strategies.parallel import ParallelStrategy, processes, unknown
 from fabric.lightning.unsupported import unsupported
 from fabric.strategies.fsdp.strategy import FSDPStrategy as CoreFSDP
+from fabric.strategies.torch_internals import require_fully_shard
 
 
 class FSDPStrategy(ParallelStrategy):
@@ -141,6 +142,7 @@ def _policy(policy: Any) -> Any:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
     if isinstance(policy, ModuleWrapPolicy):
+        require_fully_shard()
         return policy._module_classes
     function, words = getattr(policy, "func", None), getattr(policy, "keywords", {})
     if function is transformer_auto_wrap_policy and set(words) == {"transformer_layer_cls"}:
