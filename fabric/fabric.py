@@ -243,6 +243,7 @@ class Fabric:
             function=function,
             world=self._place,
             max_restarts=chosen.max_restarts,
+            device_type=chosen.accelerator.name,
         )
         if function is None:
             self._connect(launcher.enter())

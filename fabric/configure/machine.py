@@ -129,6 +129,8 @@ def _world(environ: Mapping[str, str], request: Request) -> World | None:
 
 
 def _to_look_at(wanted: str | Accelerator) -> tuple[Accelerator, ...]:
+    if wanted == "cpu":
+        return (CPUAccelerator(),)
     known = {accelerator.name: accelerator for accelerator in accelerators(installed=False)}
     if isinstance(wanted, Accelerator):
         known[wanted.name] = wanted

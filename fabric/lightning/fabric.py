@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.fabric import Fabric as CoreFabric
-from fabric.launchers.process.program import is_interactive
+from fabric.launchers.process.program import who_goes_on
 from fabric.launchers.registry import LAUNCHERS
 from fabric.lightning.accelerators import Accelerator, accelerator_of
 from fabric.lightning.connector import core_arguments
@@ -398,7 +398,7 @@ class Fabric:
             return False
         launcher = LAUNCHERS.get(chosen.launcher)
         needs_function = launcher is not None and launcher.needs_function
-        return is_interactive() or needs_function or "script" not in chosen.strategy.launchers
+        return who_goes_on() is not None or needs_function or "script" not in chosen.strategy.launchers
 
     def _watch(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
