@@ -33,7 +33,7 @@ STABLE: Names = {
         "_foreach_mul_": "one kernel for many gradients, as optimizers of torch use",
     },
     "torch._C": {
-        "_dispatch_get_all_op_names": "which collectives the sanitizer does not know; without it, nothing is said of them",
+        "_dispatch_get_all_op_names": "which collectives the sanitizer does not know, to say so",
     },
     "torch.distributed.distributed_c10d": {"_world": "all groups: see Note [Groups while forked processes run]"},
     "torch._C._distributed_c10d": {"_dump_fr_trace|_dump_nccl_trace": "reads the flight recorder in this process"},
