@@ -77,11 +77,17 @@ test-horovod: $(HOROVOD)/test.done  ## Tests over Horovod, whose wheel is built 
 	$(HOROVOD)/bin/python -m pytest tests/over_horovod tests/launchers/environments/test_mpirun.py tests/clusters/test_mpirun.py \
 	    $(PYTEST_ARGS)
 
+# The torch of torch_xla is the oldest that this package installs with: what a few strategies compute on the CPU, whether
+# it has each private name, and what is right with it by another road.
+ON_OLDEST := tests/conformance/test_strategies.py tests/strategies/collectives/test_c10d_check.py tests/test_private_names.py \
+    tests/strategies/sharding/test_same_gradients.py -m 'not thorough' -k 'not xla and (single_device-1-32-true or \
+    ddp-2-32-true or fsdp-2-32-true or known or installed or same_gradients)'
+
 # Replicas are threads of one process, which has as many devices from its first to its last test.
 test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the processor
 	CPU_NUM_DEVICES=2 timeout 1500 $(XLA)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
 	CPU_NUM_DEVICES=4 timeout 600 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision' $(PYTEST_ARGS)
-	$(XLA)/bin/python -m pytest tests/strategies/sharding/test_same_gradients.py $(PYTEST_ARGS)  # its torch is an older one
+	$(XLA)/bin/python -m pytest $(ON_OLDEST) $(PYTEST_ARGS)
 
 # torch alone may be out of reach: whatever else fails, fails.
 device:  ## What test-device and test-today need; PyPI's newest torch, 526 MB, is downloaded once
