@@ -49,16 +49,15 @@ def choose_launcher(
     row = None if word == "auto" else launcher_row(word)
     if topology.size == 1 and not topology.redirects_output and word != "elastic":
         return inline(topology)
-    caller = who_goes_on() if function is None and not (row is not None and row.needs_function) else None
-    if caller is not None:
+    if function is None and not (row and row.needs_function) and (caller := who_goes_on()):
         raise ValueError(
-            f"`launch()` in {caller}: after it every rank runs the lines that follow, and this process ends, but "
-            f"{caller} goes on in all of them. Pass what the ranks run as a function: `launch(function)`."
+            f"`launch()` in {caller}: every rank would run all that comes after it in {caller}, and this process would "
+            "end. Pass what they do as a function: `launch(function)`."
         )
-    if word == "elastic" and function is not None:
-        return Processes(topology, "elastic", forkserver(topology).start, max_restarts)
-    if word == "elastic":
+    if word == "elastic" and function is None:
         return Script(topology, word, max_restarts)
+    if word == "elastic":
+        return Processes(topology, "elastic", forkserver(topology).start, max_restarts)
     if row is not None and word != "fork":
         return row.make(topology)
     if function is not None and word == "auto":

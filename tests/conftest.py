@@ -157,10 +157,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(alike):
             if number not in chosen:
                 item.add_marker(pytest.mark.thorough)
-    if not torch.accelerator.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs an accelerator, and torch finds none here"))
+    here, reason = torch.accelerator.is_available(), "needs an accelerator, and torch finds none here"
+    for item in items:
+        if item.get_closest_marker("without_gpu" if here else "gpu"):
+            item.add_marker(pytest.mark.skip(reason="is about machines without an accelerator" if here else reason))
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

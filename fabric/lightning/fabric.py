@@ -396,8 +396,7 @@ class Fabric:
         chosen = self.core._configuration
         if chosen.topology.size == 1 or chosen.world is not None:
             return False
-        launcher = LAUNCHERS.get(chosen.launcher)
-        needs_function = launcher is not None and launcher.needs_function
+        needs_function = chosen.launcher in LAUNCHERS and LAUNCHERS[chosen.launcher].needs_function
         return who_goes_on() is not None or needs_function or "script" not in chosen.strategy.launchers
 
     def _watch(self, optimizers: Sequence[Optimizer]) -> None:

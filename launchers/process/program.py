@@ -9,10 +9,10 @@ import re
 import runpy
 import sys
 import threading
-import traceback
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from traceback import walk_stack
 from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal["script", "module", "command", "stdin", "interactive", "notebook", "worker"]
@@ -80,23 +80,19 @@ def this_program() -> Program:
 def imported_script() -> str | None:
     """The script that this process is importing for the functions in it, as `multiprocessing` and our ranks do; None if
     it does not."""
-    for frame, _ in traceback.walk_stack(sys._getframe()):
-        if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
-            return frame.f_code.co_filename
-    return None
+    codes = (each.f_code for each, _ in walk_stack(sys._getframe()) if each.f_globals.get("__name__") == "__mp_main__")
+    return next((code.co_filename for code in codes if code.co_name == "<module>"), None)
 
 
 def who_goes_on() -> str | None:
-    """Who called the program's function and goes on after it, and so would in every rank; None: nobody."""
+    """What has called the program's lines and goes on after them, and would do so in every rank; None: nothing has."""
     if is_interactive():
         return "an interactive session"
     if threading.current_thread() is not threading.main_thread():
         return f"the thread {threading.current_thread().name!r}"
-    for frame, _ in traceback.walk_stack(sys._getframe()):
-        name = f"{frame.f_globals.get('__name__')}."
-        if name.startswith(_CALLERS) and name != "unittest.mock.":
-            return next(caller.strip("_.") for caller in _CALLERS if name.startswith(caller))
-    return None
+    names = [f"{frame.f_globals.get('__name__')}." for frame, _ in walk_stack(sys._getframe())]
+    found = (each for name in names for each in _CALLERS if name.startswith(each) and name != "unittest.mock.")
+    return next(found, "").strip("_.") or None
 
 
 def is_interactive() -> bool:

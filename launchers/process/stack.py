@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 
 LIBRARIES = ("torch", "deepspeed", "fairscale", "horovod", "torch_xla", "typing_extensions")
@@ -39,11 +40,8 @@ def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
 
 def frames_of(frame: FrameType | None) -> list[tuple[str, int, str]]:
     """The stack of a thread, innermost first."""
-    found = []
-    while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
-        frame = frame.f_back
-    return found
+    stack = walk_stack(frame) if frame is not None else ()
+    return [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in stack]
 
 
 def is_within(frames: Sequence[tuple[str, int, str]], ending: str, functions: Sequence[str]) -> bool:

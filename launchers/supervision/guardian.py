@@ -14,6 +14,8 @@ import os
 import signal
 import sys
 
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
 
 class Guardian:
     """The supervisor's end of the pipe.
@@ -26,6 +28,7 @@ class Guardian:
         import subprocess
 
         reader, self._writer = os.pipe()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until it handles them
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=reader,
@@ -34,6 +37,7 @@ class Guardian:
             start_new_session=signals_fd is None,  # so that Ctrl-C in the terminal does not reach it
             cwd="/",
         )
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reader)
 
     def watch(self, pid: int) -> None:
@@ -65,9 +69,10 @@ def _note(number: int, frame: object) -> None:
 
 
 def _guard() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     watched: set[int] = set()
     for line in sys.stdin.buffer:
         if line.endswith(b"\n"):

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import threading
-from types import FrameType
 from typing import Any
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -38,7 +37,7 @@ class Signals:
         self._before_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in ENDING + PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, lambda number, frame: self.received.append(number))
 
     def restore(self) -> None:
         """Restore handlers and wake-up descriptor. A second call does nothing."""
@@ -54,10 +53,7 @@ class Signals:
         self.wake_fd = -1
 
     def drain(self) -> None:
-        """Empty the wake-up pipe, which has what `_note` has recorded, or what the guardian has received."""
+        """Empty the wake-up pipe, which has what was recorded already, or what the guardian has received."""
         with contextlib.suppress(BlockingIOError):
             while numbers := os.read(self.wake_fd, 4096):
                 self.received += numbers if self.guardian_fd is not None else b""
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
