@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, _world
+from torch.distributed import PrefixStore, distributed_c10d
 
 from fabric.launchers.environments.defaults import default
 from fabric.launchers.process.network import require_interfaces
@@ -164,7 +164,7 @@ class TorchCollective(CarriesObjects):
         if self._group is not None and self._owns_group and dist.is_initialized():
             # See Note [Groups while forked processes run].
             if multiprocessing.active_children():
-                _KEPT.update(_world.pg_map)
+                _KEPT.update(getattr(getattr(distributed_c10d, "_world", None), "pg_map", [self._group]))
             else:
                 _KEPT.clear()
             dist.destroy_process_group(self._group)

@@ -18,11 +18,11 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
-from torch._C._dynamo import eval_frame
 
 from fabric.strategies.module.copies import forget_copied_hooks
 from fabric.strategies.torch_internals import disable_dynamo, require_compiler
 
+eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 _compiler: Callable[[], object] = getattr(eval_frame, "get_eval_frame_callback", lambda: None)
 """The compiler by which the calling function runs; None: none."""
 
@@ -183,7 +183,7 @@ def _forget_original(module: nn.Module) -> None:
 
 def _paused(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`run(function, args, kwargs)`, of which only `function` is compiled."""
-    compiler = eval_frame.set_eval_frame(None)
+    compiler = getattr(eval_frame, "set_eval_frame", lambda _: require_compiler())(None)
     require_compiler()
     called = function
     if function.__module__.startswith("torch."):  # torch compiles its own functions only when others call them
