@@ -86,9 +86,9 @@ class GradientGuard(Check):
         for handle in self._handles:
             handle.remove()
 
-    def note_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
+    def note_norm(self, optimizers: Iterable[Optimizer], norm: Tensor) -> None:
         """Called when clipping has computed the norm of the current gradients over all ranks."""
-        self._norms[optimizer] = norm
+        self._norms.update(dict.fromkeys(optimizers, norm))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):  # args[0] is the optimizer

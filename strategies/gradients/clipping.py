@@ -30,34 +30,39 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
+_PART = 2**15
+"""Elements of one norm in float32 on a CPU, where torch adds up one after the other: at 5 * 10**7 elements it is 0.4 %
+low. More than these it would share out to threads, which takes longer than the norm."""
+
+
 def clip_norm(
-    optimizer: Optimizer,
+    optimizers: Sequence[Optimizer],
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
     scaler: LossScaler | None,
     across: Collective | None = None,
 ) -> Tensor:
-    """Scale the gradients so that their norm is at most `max_norm`, and return the norm before.
+    """Scale the gradients of all these optimizers so that their norm is at most `max_norm`. Returns the norm before.
 
     `across`: ranks that hold other parameters of the same model (pipeline stages), whose gradients count, too. With a
-    loss scaler a norm that is not finite does not raise: the scaler skips the step.
+    loss scaler a norm that is not finite does not raise: the scaler skips the step of each.
     Ranks: all that hold a shard of a gradient. Raises: RuntimeError: the norm is not finite; nothing was scaled.
     """
     if scaler is not None:
         scaler.finish_backward()
-    parameters = parameters_of(optimizer)
+    parameters = [*dict.fromkeys(parameter for each in optimizers for parameter in parameters_of(each))]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     is_whole = across is None and all(as_sharded(gradient) is None for gradient in gradients)
     if is_whole:
-        norm = _norm(gradients, norm_type) if gradients else torch.zeros(())
+        norm = norm_of(gradients, norm_type) if gradients else torch.zeros(())
     else:
         device = None if across is None else across.device
         norm = total_norm(gradients, norm_type) if gradients else torch.zeros((), dtype=torch.float64, device=device)
-        norm = norm if across is None else _over_ranks(across, norm, norm_type)
+        norm = norm if across is None else over_ranks(across, norm, norm_type)
     # What reads the norm waits for the device.
     is_finite = not (error_if_nonfinite or scaler is not None) or bool(norm.isfinite())
-    if scaler is not None and not scaler.unscale(optimizer, is_finite=is_finite and norm_type > 0):
+    if scaler is not None and not scaler.unscale(*optimizers, is_finite=is_finite and norm_type > 0):
         error_if_nonfinite = False
     if error_if_nonfinite and not is_finite:
         raise RuntimeError(
@@ -65,7 +70,11 @@ def clip_norm(
             "left as they are. Pass `error_if_nonfinite=False` to go on all the same."
         )
     if is_whole:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        dtypes = {gradient.dtype for gradient in gradients} or {norm.dtype}
+        # A factor of the gradients' dtype multiplies them all in one kernel.
+        torch.nn.utils.clip_grads_with_norm_(
+            parameters, max_norm, norm.to(functools.reduce(torch.promote_types, dtypes))
+        )
         return norm
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
@@ -74,11 +83,11 @@ def clip_norm(
     return norm
 
 
-def clip_value(optimizer: Optimizer, clip_val: float, scaler: LossScaler | None) -> None:
+def clip_value(optimizers: Sequence[Optimizer], clip_val: float, scaler: LossScaler | None) -> None:
     """Clamp each gradient to `[-clip_val, clip_val]`."""
     if scaler is not None:
-        scaler.unscale(optimizer)
-    for parameter in parameters_of(optimizer):
+        scaler.unscale(*optimizers)
+    for parameter in (parameter for each in optimizers for parameter in parameters_of(each)):
         if parameter.grad is not None:
             local_part(parameter.grad).clamp_(-clip_val, clip_val)
 
@@ -114,16 +123,27 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     norms = []
     for layout, parts in groups.items():
         held = [part for part in parts if part.numel()]  # a rank beyond a tensor's rows has an empty shard
-        norm = _norm(held, norm_type) if held else parts[0].new_zeros(())
+        norm = norm_of(held, norm_type) if held else parts[0].new_zeros(())
         norms.append(norm if layout is None else _over_mesh(norm.to(dtype), norm_type, *layout))
     stacked = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
     together: Tensor = torch.linalg.vector_norm(stacked, norm_type)
     return together
 
 
-def _norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of plain tensors."""
-    return _largest(tensors) if norm_type == math.inf else torch.nn.utils.get_total_norm(tensors, norm_type)
+@torch.no_grad()
+def norm_of(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of plain tensors, as exact as float32 is, of half precision too. Nothing waits for a device."""
+    if norm_type == math.inf:
+        return _largest(tensors)
+    parts: list[Tensor] = []
+    for each in tensors:
+        is_long = each.device.type == "cpu" and each.layout is torch.strided and each.numel() > _PART
+        parts += each.reshape(-1).split(_PART) if is_long and norm_type > 0 else (each,)
+    halves = [part for part in parts if part.dtype.itemsize < torch.float32.itemsize]
+    if halves:
+        parts = [part for part in parts if part.dtype.itemsize >= torch.float32.itemsize]
+        parts += torch._foreach_norm(halves, norm_type, torch.float32)
+    return torch.nn.utils.get_total_norm(parts, norm_type)
 
 
 @torch.no_grad()
@@ -137,7 +157,7 @@ def _largest(tensors: Sequence[Tensor]) -> Tensor:
     return torch.where(has_nan, torch.nan, largest)
 
 
-def _over_ranks(collective: Collective, norm: Tensor, norm_type: float) -> Tensor:
+def over_ranks(collective: Collective, norm: Tensor, norm_type: float) -> Tensor:
     """The norm over ranks that hold different parameters. In float64, because their dtypes may differ."""
     largest = math.isinf(norm_type)
     local = norm.to(device=collective.device, dtype=torch.float64)

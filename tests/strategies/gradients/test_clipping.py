@@ -57,9 +57,9 @@ def clip_mixed(world: World) -> None:
         plain, mixed = optimizer_of(whole_gradients()), optimizer_of(laid_out(whole_gradients()))
         parameters = plain.param_groups[0]["params"]
         expected = nn.utils.clip_grad_norm_(parameters, 0.5, norm_type=norm_type)
-        torch.testing.assert_close(clip_norm(mixed, 0.5, norm_type, True, None), expected)
+        torch.testing.assert_close(clip_norm([mixed], 0.5, norm_type, True, None), expected)
         torch.testing.assert_close(clipped(mixed), clipped(plain))
-        clip_value(mixed, 0.01, None)
+        clip_value([mixed], 0.01, None)
         nn.utils.clip_grad_value_(parameters, 0.01)
         torch.testing.assert_close(clipped(mixed), clipped(plain))
 
@@ -73,11 +73,11 @@ def clip_mixed(world: World) -> None:
     optimizer = optimizer_of(broken)
     before = [gradient.clone() for gradient in map(local_part, broken)]
     with pytest.raises(RuntimeError, match=r"The gradients' total norm of order 2.0 is nan, so they cannot be clipped"):
-        clip_norm(optimizer, 1.0, 2.0, True, None)
+        clip_norm([optimizer], 1.0, 2.0, True, None)
     after = [local_part(parameter.grad) for parameter in optimizer.param_groups[0]["params"]]
     torch.testing.assert_close(after, before, equal_nan=True)
     with pytest.raises(ValueError, match=r"`norm_type=0.0` over shards: write a positive order"):
-        clip_norm(optimizer, 1.0, 0.0, True, None)
+        clip_norm([optimizer], 1.0, 0.0, True, None)
     collective.teardown()
 
 
@@ -89,7 +89,7 @@ def test_gradients_on_several_meshes_and_plain_ones_are_clipped_as_whole_ones_ar
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_plain_gradients_are_clipped_as_torch_does_bit_for_bit(norm_type: float) -> None:
     ours, theirs = optimizer_of(whole_gradients()), optimizer_of(whole_gradients())
-    norm = clip_norm(ours, 0.3, norm_type, True, None)
+    norm = clip_norm([ours], 0.3, norm_type, True, None)
     assert torch.equal(norm, nn.utils.clip_grad_norm_(theirs.param_groups[0]["params"], 0.3, norm_type=norm_type))
     for mine, other in zip(clipped(ours), clipped(theirs), strict=True):
         assert torch.equal(mine, other)
@@ -99,7 +99,7 @@ def test_plain_gradients_are_clipped_as_torch_does_bit_for_bit(norm_type: float)
 def test_the_largest_gradient_is_clipped_to_as_torch_does_in_every_dtype(dtype: torch.dtype) -> None:
     both = [optimizer_of([gradient.to(dtype) for gradient in whole_gradients()]) for _ in range(2)]
     norms = [
-        clip_norm(both[0], 0.3, float("inf"), True, None),
+        clip_norm([both[0]], 0.3, float("inf"), True, None),
         nn.utils.clip_grad_norm_(both[1].param_groups[0]["params"], 0.3, norm_type=float("inf")),
     ]
     assert norms[0].dtype is dtype
@@ -114,11 +114,11 @@ def test_a_nan_gradient_raises_for_a_norm_of_any_order(norm_type: float) -> None
     gradients[2][3] = torch.nan
     optimizer = optimizer_of(gradients)
     with pytest.raises(RuntimeError, match=r"nan|non-finite"):
-        clip_norm(optimizer, 0.3, norm_type, True, None)
+        clip_norm([optimizer], 0.3, norm_type, True, None)
     assert all(torch.equal(mine, other) for mine, other in zip(clipped(optimizer)[:2], gradients[:2], strict=True))
 
 
 def test_without_gradients_the_norm_is_zero() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    assert clip_norm(optimizer, 1.0, 2.0, True, None).item() == 0.0
-    clip_value(optimizer, 1.0, None)
+    assert clip_norm([optimizer], 1.0, 2.0, True, None).item() == 0.0
+    clip_value([optimizer], 1.0, None)
