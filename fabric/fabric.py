@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.checks.check import Moments
-from fabric.checks.nonfinite import GradientGuard, OnNonfinite
+from fabric.checks.check import Check, Moments
+from fabric.checks.nonfinite import Divergence, GradientGuard, OnNonfinite
 from fabric.checks.sanitizer import Sanitize, Sanitizer
 from fabric.configure.arguments import check_limits, check_loader_options, check_module, check_optimizers, check_word
 from fabric.configure.determinism import determinism
@@ -1000,23 +1000,28 @@ class Fabric:
             close_files()
             os._exit(1)
 
-    def _sanitizer(self, world: World) -> list[Sanitizer]:
+    def _sanitizer(self, world: World) -> list[Check]:
         """What compares the ranks. Not on devices that record a step: reading a number would end its graph there."""
         strategy = self.strategy
-        if self._request.sanitize is False or world.size == 1 or strategy.marks_steps:
+        if self._request.sanitize is False or strategy.marks_steps:
             return []
+        divergence = Divergence(self._objects.steps, self._objects.models.values())
+        if world.size == 1:
+            return [divergence]
         return [
+            divergence,
             Sanitizer(
                 self._request.sanitize,
                 self._moments,
                 self._objects.steps,
                 self._objects.models.values(),
+                divergence,
                 is_comparable=lambda model: strategy.sets_up_one_model or model.sync.is_replicated,
                 has_whole_gradients=lambda model: (
                     model.trained is None and (model.sync.is_replicated or not strategy.in_shards)
                 ),
                 sees_collectives=strategy.uses_process_groups,
-            )
+            ),
         ]
 
     def _follow_batches(self) -> None:

@@ -35,6 +35,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.owners import needs_owners
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.tensors.dtensor import user_class
 from fabric.strategies.tensors.parameters import parameters_of
 
 if TYPE_CHECKING:
@@ -158,21 +159,17 @@ class SetUp:
 
     def clipped_together(self, model: Prepared, given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
         """The optimizers whose gradients are clipped. Raises ValueError: see `Fabric.clip_gradients`."""
-        name, known = type(model.module).__name__, self.optimizers
-        chosen = list(known) if given is None else [given] if isinstance(given, Optimizer) else list(given)
-        if not chosen or any(each not in known for each in chosen):
-            raise ValueError(_NOT_SET_UP.format(model=name))
-        if len(known) == 1 and (len(self.models) == 1 or chosen[0] in model.optimizers):
+        known = self.optimizers
+        chosen = [given] if isinstance(given, Optimizer) else list(known if given is None else given)
+        if len(known) == 1 and chosen == [*known] and (len(self.models) == 1 or chosen[0] in model.optimizers):
             return chosen
-        own = set(model.sync.parameters_held())
+        name, own = user_class(model.module).__name__, set(model.sync.parameters_held())
         held = {each: own.intersection(parameters_of(each)) for each in known}
         of_model = [each for each in known if held[each] or each in model.optimizers]
-        if given is None and of_model:
-            return of_model
-        for each in chosen:
-            if each not in of_model and (given is None or self._model_of(each) is not None):
-                raise ValueError(_OF_ANOTHER.format(model=name, optimizer=type(each).__name__))
-        rest = set[Tensor]().union(*held.values()) - held[chosen[0]]
+        chosen = of_model if given is None else chosen
+        if not chosen or any(each not in of_model and (each not in known or self._model_of(each)) for each in chosen):
+            raise ValueError(_NOT_OF_MODEL.format(model=name))
+        rest = set[Tensor]().union(*held.values()).difference(parameters_of(chosen[0]))
         if given is chosen[0] and held[given] and rest:
             raise ValueError(_OF_A_PART.format(model=name, optimizer=type(given).__name__, count=len(rest)))
         return chosen
@@ -264,11 +261,9 @@ class SetUp:
             moment(optimizers)
 
 
-_NOT_SET_UP = (
-    "`clip_gradients({model}, ...)` has no optimizer that was set up. Pass it to `fabric.setup(model, optimizer)`."
-)
-_OF_ANOTHER = (
-    "`clip_gradients({model}, ...)`: the `{optimizer}` steps no parameter of it. Pass the model that it steps."
+_NOT_OF_MODEL = (
+    "`clip_gradients({model}, ...)`: an optimizer was not set up, or steps no parameter of the model. Pass those that "
+    "`fabric.setup(model, optimizer)` returned, or leave the optimizer out for all of the model."
 )
 _OF_A_PART = (
     "`clip_gradients({model}, {optimizer})`: {count} parameters of `{model}` that other optimizers step would count in "
