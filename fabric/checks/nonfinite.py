@@ -182,9 +182,10 @@ class Divergence(Check):
 
     def closing(self) -> None:
         for model in self._models if any(each.num_steps for each in self._steps.values()) else ():
-            if not all_finite(_trained(model)):
-                what = f"the weights of `{user_class(model.module).__name__}` are not finite."
-                self._runtime.report(f"At the end of the run {what} {self._first or _UNSEEN} {_ADVICE}")
+            held = [local_part(each) for each in model.sync.parameters_held() if each.requires_grad]
+            if not all_finite([each for each in held if type(each) in (Tensor, nn.Parameter)]):
+                what = f"At the end of the run the weights of `{user_class(model.module).__name__}` are not finite."
+                self._runtime.report(f"{what} {self._first or _UNSEEN} {_ADVICE}")
 
 
 def _bad(of_ranks: Iterable[Iterable[bool]]) -> str:
@@ -192,16 +193,7 @@ def _bad(of_ranks: Iterable[Iterable[bool]]) -> str:
     return ", ".join(str(rank) for rank, are_finite in enumerate(of_ranks) if not all(are_finite))
 
 
-def _trained(model: Prepared) -> list[Tensor]:
-    """What this rank holds of the trained weights of a model."""
-    held = [local_part(each) for each in model.sync.parameters_held() if each.requires_grad]
-    if model.trained is not None and not all(each.numel() for each in held):  # the engine holds the others
-        held = model.trained.shards()
-    return [each for each in held if type(each) in (Tensor, nn.Parameter) and each.is_floating_point()]
-
-
-_UNSEEN = "No step with a loss that is not finite was among those that `Fabric(sanitize=...)` watches."
+_UNSEEN = "The loss was finite in all steps that were watched."
 _ADVICE = (
-    'Call `fabric.guard_gradients("raise")` before the loop: it stops at the first such step, before weights change. '
-    'With `("skip", keep_in="nonfinite")` such steps are left out, and their batches kept for `fabric.replay`.'
+    'To stop at such a step, or to skip it, call `fabric.guard_gradients("raise")`, or `("skip")`, before the loop.'
 )

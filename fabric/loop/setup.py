@@ -159,19 +159,19 @@ class SetUp:
 
     def clipped_together(self, model: Prepared, given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
         """The optimizers whose gradients are clipped. Raises ValueError: see `Fabric.clip_gradients`."""
-        known = self.optimizers
-        chosen = [given] if isinstance(given, Optimizer) else list(known if given is None else given)
-        if len(known) == 1 and chosen == [*known] and (len(self.models) == 1 or chosen[0] in model.optimizers):
-            return chosen
-        name, own = user_class(model.module).__name__, set(model.sync.parameters_held())
-        held = {each: own.intersection(parameters_of(each)) for each in known}
-        of_model = [each for each in known if held[each] or each in model.optimizers]
-        chosen = of_model if given is None else chosen
-        if not chosen or any(each not in of_model and (each not in known or self._model_of(each)) for each in chosen):
-            raise ValueError(_NOT_OF_MODEL.format(model=name))
-        rest = set[Tensor]().union(*held.values()).difference(parameters_of(chosen[0]))
-        if given is chosen[0] and held[given] and rest:
-            raise ValueError(_OF_A_PART.format(model=name, optimizer=type(given).__name__, count=len(rest)))
+        known, first = self.optimizers, given if isinstance(given, Optimizer) else None
+        chosen = [first] if first is not None else list(known if given is None else given)  # type: ignore[arg-type]
+        if len(known) > 1 or len(self.models) > 1:
+            own = set(model.sync.parameters_held())
+            held = {each: own.intersection(parameters_of(each)) for each in known}
+            if given is None:
+                chosen = [each for each in known if held[each] or each in model.optimizers]
+            rest = set[Tensor]().union(*held.values())
+            if first in known and (held[first] or self._model_of(first)) and (rest := rest - held[first]):
+                name = user_class(model.module).__name__
+                raise ValueError(_OF_A_PART.format(model=name, optimizer=type(first).__name__, count=len(rest)))
+        if not chosen or any(each not in known for each in chosen):
+            raise ValueError("`clip_gradients` was given an optimizer that was not set up. Pass it to `fabric.setup`.")
         return chosen
 
     def scalers(self) -> list[Stateful]:
@@ -261,10 +261,6 @@ class SetUp:
             moment(optimizers)
 
 
-_NOT_OF_MODEL = (
-    "`clip_gradients({model}, ...)`: an optimizer was not set up, or steps no parameter of the model. Pass those that "
-    "`fabric.setup(model, optimizer)` returned, or leave the optimizer out for all of the model."
-)
 _OF_A_PART = (
     "`clip_gradients({model}, {optimizer})`: {count} parameters of `{model}` that other optimizers step would count in "
     "no norm, and not be clipped. To clip all gradients of the model by one norm, leave the optimizer out: "

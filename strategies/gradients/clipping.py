@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-_PART = 2**15
+_ROW = 2**10
 """Elements of one norm in float32 on a CPU, where torch adds up one after the other: at 5 * 10**7 elements it is 0.4 %
-low. More than these it would share out to threads, which takes longer than the norm."""
+low."""
 
 
 def clip_norm(
@@ -70,11 +70,9 @@ def clip_norm(
             "left as they are. Pass `error_if_nonfinite=False` to go on all the same."
         )
     if is_whole:
-        dtypes = {gradient.dtype for gradient in gradients} or {norm.dtype}
         # A factor of the gradients' dtype multiplies them all in one kernel.
-        torch.nn.utils.clip_grads_with_norm_(
-            parameters, max_norm, norm.to(functools.reduce(torch.promote_types, dtypes))
-        )
+        of_all = norm.to(_real_dtype(gradients)) if gradients else norm
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, of_all)
         return norm
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
@@ -85,11 +83,12 @@ def clip_norm(
 
 def clip_value(optimizers: Sequence[Optimizer], clip_val: float, scaler: LossScaler | None) -> None:
     """Clamp each gradient to `[-clip_val, clip_val]`."""
-    if scaler is not None:
-        scaler.unscale(*optimizers)
-    for parameter in (parameter for each in optimizers for parameter in parameters_of(each)):
-        if parameter.grad is not None:
-            local_part(parameter.grad).clamp_(-clip_val, clip_val)
+    for optimizer in optimizers:
+        if scaler is not None:
+            scaler.unscale(optimizer)
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                local_part(parameter.grad).clamp_(-clip_val, clip_val)
 
 
 def gradients_are_finite(optimizer: Optimizer, *, scaler: LossScaler | None, any_rank: Callable[[bool], bool]) -> bool:
@@ -114,7 +113,7 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     if norm_type <= 0:
         raise ValueError(f"`norm_type={norm_type}` over shards: write a positive order, such as 2.0 or float('inf').")
     # Powers would overflow in half precision.
-    dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
+    dtype = _real_dtype(gradients, torch.float32)
     groups: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
         sharded = as_sharded(gradient)
@@ -137,13 +136,20 @@ def norm_of(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         return _largest(tensors)
     parts: list[Tensor] = []
     for each in tensors:
-        is_long = each.device.type == "cpu" and each.layout is torch.strided and each.numel() > _PART
-        parts += each.reshape(-1).split(_PART) if is_long and norm_type > 0 else (each,)
-    halves = [part for part in parts if part.dtype.itemsize < torch.float32.itemsize]
-    if halves:
-        parts = [part for part in parts if part.dtype.itemsize >= torch.float32.itemsize]
+        if each.device.type == "cpu" and each.layout is torch.strided and each.numel() > 32 * _ROW and norm_type > 0:
+            flat, wide = each.reshape(-1), torch.promote_types(each.dtype, torch.float32)
+            rows, each = flat[: len(flat) // _ROW * _ROW].view(-1, _ROW), flat[len(flat) // _ROW * _ROW :]
+            parts.append(torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=wide).double())
+        parts.append(each)
+    if halves := [part for part in parts if part.dtype.itemsize < 4]:
+        parts = [part for part in parts if part.dtype.itemsize >= 4]
         parts += torch._foreach_norm(halves, norm_type, torch.float32)
-    return torch.nn.utils.get_total_norm(parts, norm_type)
+    return torch.nn.utils.get_total_norm(parts, norm_type).to(_real_dtype(tensors, torch.float32))
+
+
+def _real_dtype(tensors: Iterable[Tensor], *least: torch.dtype) -> torch.dtype:
+    """The dtype that holds a norm of these, and of `least`."""
+    return functools.reduce(torch.promote_types, [*least, *(each.dtype for each in tensors)]).to_real()
 
 
 @torch.no_grad()

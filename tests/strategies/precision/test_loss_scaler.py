@@ -106,6 +106,21 @@ def test_a_norm_that_overflowed_skips_the_step_instead_of_raising() -> None:
     assert scaler.num_skipped == 1
 
 
+def test_optimizers_that_are_clipped_together_skip_their_steps_together() -> None:
+    scaler = LossScaler()
+    (model, data), (other, _) = model_and_data(), model_and_data()
+    optimizers = [SGD(each.parameters(), lr=0.1) for each in (model, other)]
+    for optimizer in optimizers:
+        scaler.attach(optimizer)
+    before = weights(other)
+    scaler.scale_loss(loss_of(model, data, 0) * float("inf") + loss_of(other, data, 0)).backward()
+    clip_norm(optimizers, 1.0, 2.0, True, scaler)
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(weights(other), before, rtol=0, atol=0)
+    assert scaler.num_skipped == 2
+
+
 def test_without_a_scaler_a_norm_that_is_not_finite_raises() -> None:
     model, data = model_and_data()
     optimizer = SGD(model.parameters(), lr=0.1)
