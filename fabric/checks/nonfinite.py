@@ -194,6 +194,4 @@ def _bad(of_ranks: Iterable[Iterable[bool]]) -> str:
 
 
 _UNSEEN = "The loss was finite in all steps that were watched."
-_ADVICE = (
-    'To stop at such a step, or to skip it, call `fabric.guard_gradients("raise")`, or `("skip")`, before the loop.'
-)
+_ADVICE = 'To stop at such a step, or skip it, call `fabric.guard_gradients("raise")` or `("skip")` before the loop.'

@@ -160,14 +160,14 @@ class SetUp:
     def clipped_together(self, model: Prepared, given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
         """The optimizers whose gradients are clipped. Raises ValueError: see `Fabric.clip_gradients`."""
         known, first = self.optimizers, given if isinstance(given, Optimizer) else None
-        chosen = [first] if first is not None else list(known if given is None else given)  # type: ignore[arg-type]
+        chosen = [given] if isinstance(given, Optimizer) else list(known if given is None else given)
         if len(known) > 1 or len(self.models) > 1:
             own = set(model.sync.parameters_held())
             held = {each: own.intersection(parameters_of(each)) for each in known}
             if given is None:
                 chosen = [each for each in known if held[each] or each in model.optimizers]
-            rest = set[Tensor]().union(*held.values())
-            if first in known and (held[first] or self._model_of(first)) and (rest := rest - held[first]):
+            rest = set[Tensor]().union(*held.values()).difference(parameters_of(first) if first else ())
+            if first in known and rest and (held[first] or self._model_of(first) not in (None, model)):
                 name = user_class(model.module).__name__
                 raise ValueError(_OF_A_PART.format(model=name, optimizer=type(first).__name__, count=len(rest)))
         if not chosen or any(each not in known for each in chosen):

@@ -70,9 +70,7 @@ def clip_norm(
             "left as they are. Pass `error_if_nonfinite=False` to go on all the same."
         )
     if is_whole:
-        # A factor of the gradients' dtype multiplies them all in one kernel.
-        of_all = norm.to(_real_dtype(gradients)) if gradients else norm
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, of_all)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
@@ -113,7 +111,7 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     if norm_type <= 0:
         raise ValueError(f"`norm_type={norm_type}` over shards: write a positive order, such as 2.0 or float('inf').")
     # Powers would overflow in half precision.
-    dtype = _real_dtype(gradients, torch.float32)
+    dtype = _norm_dtype(gradients)
     groups: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
         sharded = as_sharded(gradient)
@@ -144,12 +142,12 @@ def norm_of(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     if halves := [part for part in parts if part.dtype.itemsize < 4]:
         parts = [part for part in parts if part.dtype.itemsize >= 4]
         parts += torch._foreach_norm(halves, norm_type, torch.float32)
-    return torch.nn.utils.get_total_norm(parts, norm_type).to(_real_dtype(tensors, torch.float32))
+    return torch.nn.utils.get_total_norm(parts, norm_type).to(_norm_dtype(tensors))
 
 
-def _real_dtype(tensors: Iterable[Tensor], *least: torch.dtype) -> torch.dtype:
-    """The dtype that holds a norm of these, and of `least`."""
-    return functools.reduce(torch.promote_types, [*least, *(each.dtype for each in tensors)]).to_real()
+def _norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The dtype of a norm of these: the norm of many numbers in float16 may overflow it."""
+    return functools.reduce(torch.promote_types, (each.dtype for each in tensors), torch.float32).to_real()
 
 
 @torch.no_grad()

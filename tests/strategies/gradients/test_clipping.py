@@ -178,3 +178,9 @@ def test_one_optimizer_of_several_must_be_in_a_list() -> None:
     with pytest.raises(ValueError, match=r"an optimizer that was not set up"):
         fabric.clip_gradients(other, max_norm=1.0)
     fabric.close()
+
+
+def test_float16_gradients_whose_norm_is_beyond_float16_are_scaled_and_not_zeroed() -> None:
+    optimizer = optimizer_of([torch.full((100, 100), 6e4, dtype=torch.float16)])
+    assert clip_norm([optimizer], 1.0, 2.0, True, None).item() == pytest.approx(6e6, rel=1e-3)
+    torch.testing.assert_close(clipped(optimizer)[0], torch.full((100, 100), 0.01, dtype=torch.float16))
