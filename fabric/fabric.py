@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.checks.check import Moments
-from fabric.checks.nonfinite import GradientGuard, OnNonfinite
+from fabric.checks.check import Check, Moments
+from fabric.checks.nonfinite import Divergence, GradientGuard, OnNonfinite
 from fabric.checks.sanitizer import Sanitize, Sanitizer
 from fabric.configure.arguments import check_limits, check_loader_options, check_module, check_optimizers, check_word
 from fabric.configure.determinism import determinism
@@ -553,7 +553,7 @@ class Fabric:
     def clip_gradients(
         self,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
         clip_val: float | None = None,
         max_norm: float | None = None,
         norm_type: float | int = 2.0,
@@ -561,24 +561,30 @@ class Fabric:
     ) -> Tensor | None:
         """Clip each gradient to `[-clip_val, clip_val]`, or scale all so that their norm over all shards is `max_norm`.
 
-        Returns the norm before clipping, for `max_norm`. Under a precision that scales losses, gradients are unscaled
-        first, and a norm that is not finite skips the next step instead of raising.
+            fabric.clip_gradients(model, max_norm=1.0)  # all of the model, by one norm
+            fabric.clip_gradients(model, [first], max_norm=1.0)  # those of one of its two optimizers alone
+
+        `optimizer`: None: the gradients of all parameters of the model that optimizers step, by their common norm.
+        Several: those of these, together. One: those of this one, which must be all of the model's.
+        Returns the norm before clipping, for `max_norm`; of half precision in float32. Under a precision that scales
+        losses, gradients are unscaled first, and a norm that is not finite skips the next step of all these optimizers
+        instead of raising.
         On an accelerator `error_if_nonfinite=True` waits for the device once: the error comes before weights change.
         With False nothing waits, and a norm that is not finite makes all gradients NaN, and with the step all weights.
+        Raises: ValueError: one optimizer, not in a list, of several that step the model; an optimizer of another model.
         """
         check_limits(clip_val, max_norm)
         prepared = self._objects.prepared(module, "clip_gradients")
-        if optimizer not in self._objects.optimizers:
-            raise ValueError("`clip_gradients` was given an optimizer that was not set up. Pass it to `fabric.setup`.")
+        optimizers = self._objects.clipped_together(prepared, optimizer)
         if clip_val is not None:
-            prepared.clip_value(optimizer, float(clip_val))
+            prepared.clip_value(optimizers, float(clip_val))
             return None
         assert max_norm is not None
         if self._guard is None:
-            return prepared.clip_norm(optimizer, float(max_norm), float(norm_type), error_if_nonfinite)
-        norm = prepared.clip_norm(optimizer, float(max_norm), float(norm_type), False)
+            return prepared.clip_norm(optimizers, float(max_norm), float(norm_type), error_if_nonfinite)
+        norm = prepared.clip_norm(optimizers, float(max_norm), float(norm_type), False)
         if self._connected.loss_scaler is None:  # which knows already
-            self._guard.note_norm(optimizer, norm)
+            self._guard.note_norm(optimizers, norm)
         return norm
 
     def guard_gradients(self, on_nonfinite: OnNonfinite | None) -> None:
@@ -977,23 +983,28 @@ class Fabric:
             close_files()
             os._exit(1)
 
-    def _sanitizer(self, world: World) -> list[Sanitizer]:
+    def _sanitizer(self, world: World) -> list[Check]:
         """What compares the ranks. Not on devices that record a step: reading a number would end its graph there."""
         strategy = self.strategy
-        if self._request.sanitize is False or world.size == 1 or strategy.marks_steps:
+        if self._request.sanitize is False or strategy.marks_steps:
             return []
+        divergence = Divergence(self._objects.steps, self._objects.models.values())
+        if world.size == 1:
+            return [divergence]
         return [
+            divergence,
             Sanitizer(
                 self._request.sanitize,
                 self._moments,
                 self._objects.steps,
                 self._objects.unprepared,
+                divergence,
                 is_comparable=lambda model: strategy.sets_up_one_model or model.sync.is_replicated,
                 has_whole_gradients=lambda model: (
                     model.trained is None and (model.sync.is_replicated or not strategy.in_shards)
                 ),
                 sees_collectives=strategy.uses_process_groups,
-            )
+            ),
         ]
 
     def _follow_batches(self) -> None:

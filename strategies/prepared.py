@@ -6,7 +6,7 @@ are the user's own objects wherever the strategy allows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -43,11 +43,11 @@ class Prepared:
     """Its wrapped methods."""
     sync: GradientSync
     """What runs around forward and backward."""
-    clip_norm: Callable[[Optimizer, float, float, bool], Tensor]
-    """`(optimizer, max_norm, norm_type, error_if_nonfinite)`: scale gradients so that their norm over all shards is at
-    most `max_norm`; returns the norm before."""
-    clip_value: Callable[[Optimizer, float], None]
-    """`(optimizer, clip_val)`: clamp each gradient to `[-clip_val, clip_val]`."""
+    clip_norm: Callable[[Sequence[Optimizer], float, float, bool], Tensor]
+    """`(optimizers, max_norm, norm_type, error_if_nonfinite)`: scale the gradients of all these optimizers so that
+    their norm over all shards is at most `max_norm`; returns the norm before."""
+    clip_value: Callable[[Sequence[Optimizer], float], None]
+    """`(optimizers, clip_val)`: clamp each gradient to `[-clip_val, clip_val]`."""
     is_finite: Callable[[Optimizer], bool]
     """Whether the gradients with which an optimizer would step are finite, on every rank; all ranks call it."""
     release: Callable[[], None]

@@ -31,6 +31,7 @@ STABLE: Names = {
         "_C": "holds functions of other lists",
         "_disable_dynamo": "`torch.compiler.disable` imports the compiler, 1 s; used instead where this is gone",
         "_foreach_mul_": "one kernel for many gradients, as optimizers of torch use",
+        "_foreach_norm": "the same for norms; `get_total_norm` rounds those of half precision to it",
     },
     "torch._C": {
         "_dispatch_get_all_op_names": "which collectives the sanitizer does not know, to say so",

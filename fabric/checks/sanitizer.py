@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fabric.checks.agreement import Fact, SanitizerError, Value, compare
 from fabric.checks.check import Check, Moments
 from fabric.checks.forward_weights import ForwardWeights
+from fabric.checks.nonfinite import Divergence
 from fabric.checks.steps import StepCounter
 from fabric.checks.training_state import Parameters, gradients_of, modes_of, names_in, options_of, weights_and_states
 from fabric.checks.unprepared import UnpreparedOptimizers
@@ -80,6 +81,7 @@ class Sanitizer(Check):
         moments: Moments,
         steps: Mapping[Optimizer, StepCounter],
         unprepared: UnpreparedOptimizers,
+        divergence: Divergence,
         *,
         is_comparable: Callable[[Prepared], bool],
         has_whole_gradients: Callable[[Prepared], bool],
@@ -87,7 +89,9 @@ class Sanitizer(Check):
     ) -> None:
         self._is_comparable, self._has_whole_gradients = is_comparable, has_whole_gradients
         self._is_always = sanitize == "always"
-        self._watch_of = partial(_Watch, WatchedSteps(sanitize), moments, steps, unprepared, sees_collectives)
+        self._watch_of = partial(
+            _Watch, WatchedSteps(sanitize), moments, steps, unprepared, divergence, sees_collectives
+        )
 
     def connected(self, runtime: Runtime) -> None:
         self._watch = self._watch_of(runtime)
@@ -116,11 +120,12 @@ class _Watch(Check):
         moments: Moments,
         steps: Mapping[Optimizer, StepCounter],
         unprepared: UnpreparedOptimizers,
+        divergence: Divergence,
         sees_collectives: bool,
         runtime: Runtime,
     ) -> None:
         self._watched, self._moments, self._steps, self._runtime = watched, moments, steps, runtime
-        self._sees_collectives = sees_collectives
+        self._sees_collectives, self._divergence = sees_collectives, divergence
         self._unprepared = unprepared
         self._everyone = tuple(range(runtime.world.size))
         self._models: list[tuple[Prepared, Parameters]] = []
@@ -187,6 +192,7 @@ class _Watch(Check):
 
     def removed(self) -> None:
         self._attached.close()
+        self._divergence.where = None
         self._compares_collectives = False
         for each in self._forward_weights:
             each.remove()
@@ -214,7 +220,9 @@ class _Watch(Check):
             self._noted |= modes_of((model.module for model, _ in self._models), self._everyone)
             number = float(loss.detach().sum())
             data, self._batches = self._batches or number.hex(), ""
-            self._judge(*self._compare(number, data), data)
+            *is_same, num_nonfinite = self._compare(number, data)
+            self._divergence.watch(number, num_nonfinite)
+            self._judge(*is_same, data)
             self._end_if_over()
 
     def gradients_averaged(self, parameters: Iterable[Tensor]) -> None:
@@ -222,6 +230,7 @@ class _Watch(Check):
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._stepped[optimizer] = self._steps[optimizer].num_steps
+        self._divergence.watched_step(optimizer)
         if self._is_counted_here:  # not in `_stepping`: torch iterates over the hooks that this may remove
             self._is_counted_here = False
             self._end_if_over()
@@ -282,11 +291,8 @@ class _Watch(Check):
         drawn = [now for now, then in zip(self._generators, before, strict=False) if now != then]
         return "".join(drawn) or str(self._runtime.world.rank)
 
-    def _judge(self, is_same_data: bool, is_same_draw: bool, num_nonfinite: int, data: str) -> None:
-        """Report losses that are not finite, and ranks that should read different data, or draw other numbers for it,
-        and do not."""
-        if num_nonfinite:
-            self._runtime.report(f"The loss is not finite on {num_nonfinite} of {len(self._everyone)} ranks.")
+    def _judge(self, is_same_data: bool, is_same_draw: bool, data: str) -> None:
+        """Report ranks that should read different data, or draw other numbers for it, and do not."""
         if self.reads_same_data:
             return
         if is_same_draw and not is_same_data and not self._has_told_of_draws:

@@ -283,9 +283,10 @@ class Fabric:
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
-        """Clip by value, or by the norm over all shards. `module=None`: the module whose parameters are stepped."""
+        """Clip the gradients of one optimizer, by value, or by their norm over all shards. `module=None`: the module
+        whose parameters it steps."""
         return self.core.clip_gradients(
-            self._model_of(module, optimizer), optimizer, clip_val, max_norm, norm_type, error_if_nonfinite
+            self._model_of(module, optimizer), [optimizer], clip_val, max_norm, norm_type, error_if_nonfinite
         )
 
     # Collectives

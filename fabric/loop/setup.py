@@ -35,6 +35,8 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.owners import needs_owners
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.tensors.dtensor import user_class
+from fabric.strategies.tensors.parameters import parameters_of
 
 if TYPE_CHECKING:
     from fabric.strategies.data.device_loader import DeviceLoader
@@ -154,6 +156,23 @@ class SetUp:
             return self.optimizers[obj]
         return next((model.state for model in self.models.values() if model.holds(obj)), otherwise)
 
+    def clipped_together(self, model: Prepared, given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+        """The optimizers whose gradients are clipped. Raises ValueError: see `Fabric.clip_gradients`."""
+        known, first = self.optimizers, given if isinstance(given, Optimizer) else None
+        chosen = [given] if isinstance(given, Optimizer) else list(known if given is None else given)
+        if len(known) > 1 or len(self.models) > 1:
+            own = set(model.sync.parameters_held())
+            held = {each: own.intersection(parameters_of(each)) for each in known}
+            if given is None:
+                chosen = [each for each in known if held[each] or each in model.optimizers]
+            rest = set[Tensor]().union(*held.values()).difference(parameters_of(first) if first else ())
+            if first in known and rest and (held[first] or self._model_of(first) not in (None, model)):
+                name = user_class(model.module).__name__
+                raise ValueError(_OF_A_PART.format(model=name, optimizer=type(first).__name__, count=len(rest)))
+        if not chosen or any(each not in known for each in chosen):
+            raise ValueError("`clip_gradients` was given an optimizer that was not set up. Pass it to `fabric.setup`.")
+        return chosen
+
     def scalers(self) -> list[Stateful]:
         """The loss scalers: those of engines, or that of the precision."""
         own = [model.loss_scale for model in self.models.values() if model.loss_scale is not None]
@@ -244,6 +263,11 @@ class SetUp:
 _SCALED = (
     "`precision='16-mixed'` multiplies the loss by a scale, and divides the gradients of optimizers that were set up, "
     "alone. Write `model, optimizer = fabric.setup(model, optimizer)`, or `fabric.setup_optimizers(optimizer)`."
+)
+_OF_A_PART = (
+    "`clip_gradients({model}, {optimizer})`: {count} parameters of `{model}` that other optimizers step would count in "
+    "no norm, and not be clipped. To clip all gradients of the model by one norm, leave the optimizer out: "
+    "`clip_gradients(model, max_norm=1.0)`. To clip those of this one alone, pass a list: `[optimizer]`."
 )
 _SHARED = (
     "{name!r} of `{model}` is also a parameter of `{other}`, which was set up before, and each would have its own "

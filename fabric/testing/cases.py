@@ -115,7 +115,7 @@ _CASES = (
     _trained("methods", "a loss computed by another method of the model than forward", "methods", by_method=True),
     _case("policy", "a forward that returns a distribution, for a loss of its attributes", loops.policy),
     _trained("later_optimizers", "an optimizer constructed after setup", "later_optimizers", later=True),
-    _case("several_optimizers", "two optimizers of one model", loops.two_optimizers, "several_optimizers"),
+    _case("several_optimizers", "two optimizers of one model", loops.two_optimizers, "several_optimizers", "clip_norm"),
     _case(
         "several_models", "a generator against a critic, two optimizers", loops.generator_and_critic, "several_models"
     ),

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.deepspeed.state import as_changed
+from fabric.strategies.gradients.clipping import norm_of, over_ranks
 from fabric.strategies.gradients.scaling import Factor, multiply
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
@@ -182,7 +183,7 @@ class Engine(GradientSync):
 
     # Gradients
 
-    def clip_norm(self, _: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    def clip_norm(self, _: Sequence[Optimizer], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale the gradients so that their norm over all shards is at most `max_norm`. Returns the former norm."""
         order = float(norm_type)
         with self._gradients() as shards:
@@ -200,16 +201,11 @@ class Engine(GradientSync):
 
     def _norm(self, shards: Sequence[Tensor], order: float) -> Tensor:
         """The norm of the gradients over all shards, without the loss scale."""
-        norms = [torch.linalg.vector_norm(shard, order, dtype=torch.float32) for shard in shards if shard.numel()]
-        local = torch.stack(norms) if norms else torch.zeros(1, device=self.runtime.device)
-        all_reduce = self.runtime.collective.all_reduce
-        if order == float("inf"):
-            total = all_reduce(local.max(), "max")
-        else:
-            total = all_reduce((local**order).sum(), "sum") ** (1.0 / order)
-        return total / float(self.zero.loss_scale)
+        held = [shard for shard in shards if shard.numel()]
+        local = norm_of(held, order) if held else torch.zeros((), device=self.runtime.device)
+        return over_ranks(self.runtime.collective, local, order) / float(self.zero.loss_scale)
 
-    def clip_value(self, _: Optimizer, clip_val: float) -> None:
+    def clip_value(self, _: Sequence[Optimizer], clip_val: float) -> None:
         """Clamp each gradient to `[-clip_val, clip_val]`."""
         bound = clip_val * float(self.zero.loss_scale)
         with self._gradients() as shards:

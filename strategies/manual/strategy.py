@@ -144,11 +144,11 @@ class ManualStrategy(ProcessGroupStrategy):
 
         compared = WeakSet[Optimizer]()
 
-        def clip_norm(optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-            norm = prepared.clip_norm(optimizer, max_norm, norm_type, error_if_nonfinite)
-            if optimizer not in compared:  # what is averaged does not change later
+        def clip_norm(of: Sequence[Optimizer], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+            norm = prepared.clip_norm(of, max_norm, norm_type, error_if_nonfinite)
+            if not compared.issuperset(of):  # what is averaged does not change later
                 _refuse_unequal(torch.tensor(runtime.collective.all_gather_object(norm.item())))
-                compared.add(optimizer)
+                compared.update(of)
             return norm
 
         return replace(prepared, clip_norm=clip_norm, state=ManualState(runtime.collective))

@@ -92,17 +92,23 @@ class LossScaler:
         for optimizer, gradients in self._known.items():
             self._rescale(optimizer, gradients, 1.0)
 
-    def unscale(self, optimizer: Optimizer, *, is_finite: bool = False) -> bool:
-        """Unscale the gradients of `optimizer`; returns whether they are finite. Calling it again does nothing.
+    def unscale(self, *optimizers: Optimizer, is_finite: bool = False) -> bool:
+        """Unscale the gradients of optimizers; returns whether they are finite. Calling it again does nothing.
 
-        `is_finite`: whether they are known to be, on all ranks; otherwise it waits for the device.
+        If those of one are not, all are to skip their steps. `is_finite`: whether they are known to be, on all ranks;
+        otherwise it waits for the device.
         """
-        gradients = self._known[optimizer]
-        if not gradients.is_checked:
-            gradients.is_checked = True
-            self._rescale(optimizer, gradients, 1.0)
-            gradients.overflowed = not is_finite and self._decide(not all_finite(self._gradients_of(optimizer)))
-        return not gradients.overflowed
+        overflowed = False
+        for optimizer in optimizers:
+            gradients = self._known[optimizer]
+            if not gradients.is_checked:
+                gradients.is_checked = True
+                self._rescale(optimizer, gradients, 1.0)
+                gradients.overflowed = not is_finite and self._decide(not all_finite(self._gradients_of(optimizer)))
+            overflowed |= gradients.overflowed
+        for optimizer in optimizers:
+            self._known[optimizer].overflowed = overflowed
+        return not overflowed
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run."""
