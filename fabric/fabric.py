@@ -137,7 +137,7 @@ class Fabric:
         self._request = request
         self._place: World | None = self._configuration.world  # set once this process is a rank, and kept after `close`
         self._open = ExitStack()
-        self._moments, self._accumulation = Moments(), Accumulation()
+        self._moments = Moments()
         self._runtime: Runtime | None = None
         self._set_up: SetUp | None = None
         self._backward: LossBackward | None = None
@@ -329,7 +329,8 @@ class Fabric:
         check_module(module)
         check_optimizers(optimizers)
         prepared = self._objects.model(module, optimizers, move=move_to_device)
-        self._objects.schedulers += [scheduler] if is_stateful(scheduler) else []
+        if is_stateful(scheduler):
+            self._objects.add_scheduler(scheduler)
         self._loss_backward.models_changed()
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
@@ -751,8 +752,8 @@ class Fabric:
 
         With several optimizers: of the one that has stepped most.
         """
-        steps = [] if self._set_up is None else [*self._set_up.steps.values()]
-        return max((each.num_steps for each in steps), default=0)
+        counters = [] if self._set_up is None else self._set_up.counters
+        return max((each.num_steps for each in counters), default=0)
 
     def save(
         self,
@@ -951,6 +952,7 @@ class Fabric:
         self._runtime = runtime
         self._place = world if world.size > 1 else None
         self._moments, weighting = Moments(changed=self._follow_batches), Weighting(runtime)
+        self._accumulation = Accumulation()
         self._set_up = SetUp(
             runtime,
             chosen.strategy,
@@ -962,13 +964,14 @@ class Fabric:
         )
         self._backward = LossBackward(runtime, self._set_up, self._accumulation, weighting, self._moments)
         self._open.callback(self._forget)  # before the teardown: models hold on to the process group
+        self._open.callback(self._set_up.detach)
         self._moments.add(*self._request.checks, *self._sanitizer(world))
         for moment in self._moments.connected:
             moment(runtime)
 
     def _progress_in_words(self) -> str:
         """How far the loop is, or was when the fabric was closed, for reports. Any thread calls it."""
-        if self._set_up is not None and self._set_up.steps:
+        if self._set_up is not None and self._set_up.counters:
             self._progress = f"after {self.num_steps} step{'s' * (self.num_steps != 1)}"
             if self._runtime is not None and self._runtime.forward_communicates:
                 models = list(self._set_up.models.values())
@@ -996,20 +999,22 @@ class Fabric:
 
     def _sanitizer(self, world: World) -> list[Sanitizer]:
         """What compares the ranks. Not on devices that record a step: reading a number would end its graph there."""
-        strategy = self.strategy
+        strategy, objects = self.strategy, self._objects
         if self._request.sanitize is False or world.size == 1 or strategy.marks_steps:
             return []
         return [
             Sanitizer(
                 self._request.sanitize,
                 self._moments,
-                self._objects.steps,
-                self._objects.models.values(),
+                objects.steps,
+                objects.state_access,
+                lambda: objects.models.values(),
                 is_comparable=lambda model: strategy.sets_up_one_model or model.sync.is_replicated,
                 has_whole_gradients=lambda model: (
                     model.trained is None and (model.sync.is_replicated or not strategy.in_shards)
                 ),
                 sees_collectives=strategy.uses_process_groups,
+                sets_up_together=strategy.sets_up_one_model,
             )
         ]
 

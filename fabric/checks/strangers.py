@@ -8,7 +8,7 @@ of their own, and a program may average by calls of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -23,7 +23,7 @@ from fabric.strategies.tensors.parameters import parameters_of
 class Strangers:
     """What one fabric knows of optimizers that were not set up. `models`: those that were."""
 
-    def __init__(self, runtime: Runtime, models: Iterable[Prepared]) -> None:
+    def __init__(self, runtime: Runtime, models: Callable[[], Iterable[Prepared]]) -> None:
         self._runtime, self._models = runtime, models
         self._gradients: WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = WeakKeyDictionary()
         """Optimizers that have stepped, each with its gradients before the present backward."""
@@ -50,7 +50,7 @@ class Strangers:
         self._reported.add(optimizer)
         own = {id(each) for each in parameters_of(optimizer) if each.grad is not None and each.is_leaf}
         known = {
-            id(each) for model in self._models for each in (*model.module.parameters(), *model.sync.parameters_held())
+            id(each) for model in self._models() for each in (*model.module.parameters(), *model.sync.parameters_held())
         }
         if own and own.isdisjoint(known | self.averaged):
             self._runtime.report(_NOT_AVERAGED.format(optimizer=type(optimizer).__name__, number=len(own)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from contextlib import ExitStack
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,7 +28,8 @@ class UnpreparedOptimizers:
     def __init__(self, prepared: Container[Optimizer]) -> None:
         self._prepared = prepared
         self._replaced = WeakTensorKeyDictionary()  # the optimizer alone may keep them in memory
-        self._needing: list[tuple[nn.Module, str]] = []
+        self._needing: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._is_attached = False
 
     def add(self, module: nn.Module, before: Iterable[Tensor], undo: ExitStack, why_set_up: str | None) -> None:
         """Take in a model that was set up. `before`: its parameters as they were then.
@@ -38,8 +40,9 @@ class UnpreparedOptimizers:
         replaced = [parameter for parameter in before if id(parameter) not in now]
         self._replaced.update(dict.fromkeys(replaced, type(module).__name__))
         if why_set_up is not None:
-            self._needing.append((module, why_set_up))
-        if replaced or why_set_up is not None:
+            self._needing[module] = why_set_up
+        if (replaced or why_set_up is not None) and not self._is_attached:
+            self._is_attached = True
             undo.callback(register_optimizer_step_pre_hook(self._check).remove)
 
     def model_of(self, parameter: Tensor) -> str | None:
@@ -58,7 +61,7 @@ class UnpreparedOptimizers:
             return
         self.refuse_replaced([optimizer])
         held = set(map(id, parameters_of(optimizer)))
-        for module, why in self._needing:
+        for module, why in self._needing.items():
             if not held.isdisjoint(map(id, module.parameters())):
                 raise RuntimeError(_UNKNOWN.format(type(optimizer).__name__, type(module).__name__, why))
 

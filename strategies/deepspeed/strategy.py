@@ -30,7 +30,14 @@ from fabric.strategies.deepspeed.config import (
 )
 from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, copy_of, gathered_parts, is_trained
 from fabric.strategies.deepspeed.init_module import hide_shapes, in_shards
-from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
+from fabric.strategies.deepspeed.library import (
+    forget_models,
+    join,
+    leave_stack_of_forwards,
+    local_rank,
+    why_not,
+    with_environment,
+)
 from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.elementwise import MODES, has_modes, refuse_dependent
@@ -153,6 +160,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         _refuse_setup(runtime, module, optimizers, stage=self._stage)
+        if self._stage == 3:
+            forget_models()
         with ExitStack() as stack:
             stack.enter_context(local_rank(runtime.world))
             if optimizers:
@@ -240,6 +249,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             )
         if self._stage == 3:
             refuse_copies(module, _IN_SHARDS)
+            leave_stack_of_forwards(module)
         return engine
 
     def _untrained(self, runtime: Runtime, module: nn.Module, move: bool, stack: ExitStack) -> Prepared:

@@ -41,6 +41,7 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.tensors.parameters import name_some
 from fabric.strategies.torch_internals import current_graph_task_id
+from fabric.strategies.undo import hold_weakly
 
 UNCOMPILABLE = (
     "`torch.compile` under `strategy='ddp_fully_sharded'`: FairScale gathers parameters in code that the compiler "
@@ -229,10 +230,14 @@ def _wrapper(runtime: Runtime) -> Callable[..., Any]:
             A parameter keeps its node, since it is gathered in its own dtype. Hooks of one node run one after the
             other, so that all but the first find nothing to do.
             """
-            for param in self.params if torch.is_grad_enabled() else ():
-                if param.requires_grad and "_shard_bwd_hook" in vars(param):
-                    param._shard_bwd_hook[1].remove()
+            if not torch.is_grad_enabled():
+                return
+            for _, handle, _ in vars(self).get("_nodes", ()):
+                handle.remove()
             super()._register_post_backward_hooks()
+            # Kept here: a parameter that has its own node would never be freed.
+            taken = [vars(param).pop("_shard_bwd_hook") for param in self.params if param.requires_grad]
+            self._nodes = [(node, handle, hold_weakly(handle)) for node, handle in taken]
 
         def _post_reduction_hook(self, param: Any, reduced_grad: Tensor) -> None:
             super()._post_reduction_hook(param, reduced_grad)
