@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -329,8 +330,7 @@ class Fabric:
         check_module(module)
         check_optimizers(optimizers)
         prepared = self._objects.model(module, optimizers, move=move_to_device)
-        if is_stateful(scheduler):
-            self._objects.add_scheduler(scheduler)
+        self._objects.schedulers += [ref(scheduler)] if is_stateful(scheduler) else []
         self._loss_backward.models_changed()
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
@@ -1014,7 +1014,6 @@ class Fabric:
                     model.trained is None and (model.sync.is_replicated or not strategy.in_shards)
                 ),
                 sees_collectives=strategy.uses_process_groups,
-                sets_up_together=strategy.sets_up_one_model,
             )
         ]
 

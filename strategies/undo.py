@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import ref
+from weakref import proxy
 
 from torch.utils.hooks import RemovableHandle
 
@@ -42,11 +42,5 @@ def hold_weakly(handle: RemovableHandle) -> Callable[..., Any]:
     """
     hooks = handle.hooks_dict_ref()
     hook: Callable[..., Any] = hooks[handle.id]
-    found = ref(hook)
-
-    def run(*args: Any) -> Any:
-        present = found()
-        return None if present is None else present(*args)
-
-    hooks[handle.id] = run
+    hooks[handle.id] = proxy(hook, lambda _: handle.remove())
     return hook

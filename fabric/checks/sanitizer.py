@@ -73,7 +73,7 @@ class Sanitizer(Check):
     that are set up. `is_comparable(model)`: whether all
     ranks set it up, and call `fabric.backward` together. `has_whole_gradients(model)`: whether every rank has the
     averaged gradients of all of the model when its optimizer steps. `sees_collectives`: whether they are those of
-    torch.distributed. `sets_up_together`: whether all ranks call `fabric.setup` for each model.
+    torch.distributed.
     """
 
     def __init__(
@@ -87,13 +87,10 @@ class Sanitizer(Check):
         is_comparable: Callable[[Prepared], bool],
         has_whole_gradients: Callable[[Prepared], bool],
         sees_collectives: bool,
-        sets_up_together: bool,
     ) -> None:
         self._is_comparable, self._has_whole_gradients = is_comparable, has_whole_gradients
         self._is_always = sanitize == "always"
-        self._watch_of = partial(
-            _Watch, WatchedSteps(sanitize), moments, steps, access_of, models, sees_collectives, sets_up_together
-        )
+        self._watch_of = partial(_Watch, WatchedSteps(sanitize), moments, steps, access_of, models, sees_collectives)
 
     def connected(self, runtime: Runtime) -> None:
         self._watch = self._watch_of(runtime)
@@ -137,12 +134,10 @@ class _Watch(Check):
         access_of: Callable[[Optimizer], StateAccess],
         models: Callable[[], Iterable[Prepared]],
         sees_collectives: bool,
-        sets_up_together: bool,
         runtime: Runtime,
     ) -> None:
         self._watched, self._moments, self._steps, self._runtime = watched, moments, steps, runtime
         self._access_of, self._sees_collectives = access_of, sees_collectives
-        self._sets_up_together = sets_up_together
         self._strangers = Strangers(runtime, models)
         self._everyone = tuple(range(runtime.world.size))
         self._has_models, self._num_added = False, 0
@@ -263,8 +258,7 @@ class _Watch(Check):
             self._end_if_over()
 
     def before_setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        if self._stepped and self._sets_up_together:  # otherwise a model that was trained would live on beside this one
-            self._compare(at="in `fabric.setup`")
+        self._stepped.clear()  # otherwise a model that was trained would live on beside this one
 
     def closing(self) -> None:
         if not self._has_raised:  # the program has caught it

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from typing import Any, Generic, TypeVar, final
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,7 +35,7 @@ class Accumulation:
     def __init__(self) -> None:
         self.held: list[Prepared] = []
         """Models whose gradients are not synchronised, once for each open context."""
-        self.kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+        self.kept: dict[nn.Module, _Kept] = {}
         """Models whose last backward left gradients on the rank that computed them."""
         self.repeated: RepeatedBatches | None = None
         """Set once a loader may repeat batches on ranks whose data has ended."""
@@ -75,7 +75,7 @@ class Accumulation:
         total = batches.num_batches_at_start if isinstance(batches, DeviceLoader) else length_of(batches)
         try:
             while remaining.has_next():
-                if any(each.is_as_left(model.sync.parameters_held()) for model, each in self._kept_models()):
+                if any(each.is_as_left(each.model.sync.parameters_held()) for each in self.kept.values()):
                     raise RuntimeError(_LEFT)
                 # A loader may have more batches than its length says.
                 length = None if total is None or taken >= total else min(num_batches, total - taken)
@@ -102,9 +102,6 @@ class Accumulation:
         self.kept.clear()
         self.repeated = None
 
-    def _kept_models(self) -> list[tuple[Prepared, _Kept]]:
-        return [(model, each) for each in self.kept.values() if (model := each.model()) is not None]
-
     def _note(self, batch: Any) -> None:
         if self.note_batch is not None:
             self.note_batch(batch, self)
@@ -112,8 +109,9 @@ class Accumulation:
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.repeated is not None and self.repeated.is_uncounted:
             raise RuntimeError(f"`{type(optimizer).__name__}.step()` {NOT_COUNTED}")
-        kept = self._kept_models()
-        if any(model.holds(optimizer) and each.is_as_left(parameters_of(optimizer)) for model, each in kept):
+        if any(
+            each.model.holds(optimizer) and each.is_as_left(parameters_of(optimizer)) for each in self.kept.values()
+        ):
             raise RuntimeError(f"`{type(optimizer).__name__}.step()` {_KEPT_BACK}")
 
 
@@ -122,7 +120,7 @@ class _Kept:
     """A model and its gradients after a backward that was not synchronised."""
 
     def __init__(self, model: Prepared) -> None:
-        self.model = ref(model)
+        self.model = model
         self._since_ns = time.time_ns()
         self._versions = {
             id(parameter.grad): parameter.grad._version

@@ -113,22 +113,20 @@ class LossBackward:
 
     def _of_one(self, *args: Any, **kwargs: Any) -> None:
         """The backward where each model has an engine of its own: all but one may be gone."""
-        self._collect()
-        if self._of_all == self._of_one:
+        if not self._is_one_left():
             raise RuntimeError(_WHICH_MODEL)
         self._of_all(*args, **kwargs)
 
-    def _collect(self) -> None:
-        """Forget models that the program has let go of, and that only reference cycles keep."""
+    def _is_one_left(self) -> bool:
+        """Whether one model is left, without those that only reference cycles keep."""
         gc.collect()
         self.models_changed()
+        return len(self._set_up.models) == 1
 
     def _run_weighted(self, run: Callable[[], None], named: Sequence[Prepared], weight: Weight) -> None:
         bare = self._set_up.bare or None
-        if len(self._set_up.models) != 1 and (not named or bare is not None):
-            self._collect()
-            if len(self._set_up.models) != 1:
-                raise ValueError(_WEIGHT_OF_WHICH_MODEL)
+        if len(self._set_up.models) != 1 and (not named or bare is not None) and not self._is_one_left():
+            raise ValueError(_WEIGHT_OF_WHICH_MODEL)
         models = named or list(self._set_up.models.values())
         num_held = sum(any(model is each for each in self._accumulation.held) for model in models)
         if 0 < num_held < len(models):

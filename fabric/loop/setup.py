@@ -79,7 +79,7 @@ class SetUp:
         self._numbers = count()
         self._models: WeakValueDictionary[int, Prepared] = WeakValueDictionary()
         self.optimizers: WeakKeyDictionary[Optimizer, ref[_OfOptimizer]] = WeakKeyDictionary()
-        self._schedulers: list[ref[Stateful]] = []
+        self.schedulers: list[ref[Stateful]] = []
         self.loaders: list[ref[DeviceLoader]] = []
         self.steps: WeakKeyDictionary[Optimizer, StepCounter] = WeakKeyDictionary()
         self.counters: list[StepCounter] = []
@@ -95,15 +95,6 @@ class SetUp:
         """The models that the program has, in the order in which they were set up."""
         return {each.module: each for each in self._models.values()}
 
-    @property
-    def schedulers(self) -> list[Stateful]:
-        """The schedulers that the program has, in the order in which they were passed to `setup`."""
-        return [scheduler for each in self._schedulers if (scheduler := each()) is not None]
-
-    def add_scheduler(self, scheduler: Stateful) -> None:
-        """Save its state in checkpoints."""
-        self._schedulers.append(ref(scheduler))
-
     def detach(self) -> None:
         """Undo what was attached to the models and optimizers that the program has."""
         with ExitStack() as attached:  # the last first, and each of them whatever another raises
@@ -112,7 +103,7 @@ class SetUp:
 
     def forget(self) -> None:
         """Drop all references to what was set up."""
-        for known in (self._models, self.optimizers, self._schedulers, self.loaders, self.steps, self.counters):
+        for known in (self._models, self.optimizers, self.schedulers, self.loaders, self.steps, self.counters):
             known.clear()  # others have them too
         self.bare.release()
         self.bare, self._unprepared = BareParameters(self._runtime), UnpreparedOptimizers(self.optimizers)
@@ -149,7 +140,7 @@ class SetUp:
             added(model)
         if self._draws_apart:
             runtime.apart.agree(runtime.share, runtime.collective.size, runtime.collective.start_add_numbers)
-        self._add(dict.fromkeys(optimizers, model.state), bare, [model], prepared.release_optimizers, move=move)
+        self._add(dict.fromkeys(optimizers, model.state), bare, [model], prepared.release_optimizers, move)
         return prepared
 
     def later_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -160,7 +151,7 @@ class SetUp:
         models = [*self.models.values()]
         shared = next((model.state for model in models), PLAIN)  # for parameters outside of any module
         access = {each: self.state_access(each, otherwise=shared) for each in optimizers}
-        self._add(access, bare, [each for each in models if any(map(each.holds, optimizers))], undo, move=True)
+        self._add(access, bare, [each for each in models if any(map(each.holds, optimizers))], undo)
 
     def add_loaders(self, loaders: Sequence[Iterable[Any]], *, is_split: bool) -> None:
         """Take in loaders that the strategy has prepared. `is_split`: whether each rank reads a share of them."""
@@ -276,8 +267,7 @@ class SetUp:
         bare: Sequence[Tensor],
         models: Sequence[Prepared],
         release: Callable[[], None],
-        *,
-        move: bool,
+        move: bool = True,
     ) -> None:
         """Attach what every strategy needs in the steps of these, and average `bare` after each backward.
 

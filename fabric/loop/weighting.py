@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, final
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,7 @@ class Weighting:
         self._runtime = runtime
         self.is_used = False
         """Whether a loss had a weight."""
-        self.kept_back: WeakKeyDictionary[nn.Module, _Unsynced] = WeakKeyDictionary()
+        self.kept_back: dict[nn.Module, _Unsynced] = {}
         """Models with gradients that are not synchronised, and so not divided yet."""
 
     def note_unweighted(self) -> None:
@@ -50,8 +49,7 @@ class Weighting:
 
         Raises: RuntimeError: its gradients would be added to others that are not divided yet.
         """
-        for module in [module for module, kept in self.kept_back.items() if kept.is_discarded()]:
-            del self.kept_back[module]
+        self.kept_back = {module: kept for module, kept in self.kept_back.items() if not kept.is_discarded()}
         if self.kept_back:
             raise RuntimeError(_MIXED)
 
@@ -111,22 +109,19 @@ class _Unsynced:
     """The weights of one model's unsynchronised gradients, and its first gradient at this time."""
 
     def __init__(self, sync: GradientSync, weight: Weight) -> None:
-        self._sync, self.weight = ref(sync), weight
+        self._sync, self.weight = sync, weight
         gradient = _first_gradient(sync)
         self._then = None if gradient is None else (TensorWeakRef(gradient), gradient._version)
 
     def is_discarded(self) -> bool:
         """Whether the gradients were set to None or to zero since."""
-        sync = self._sync()
-        if sync is None:
-            return True
-        gradient = _first_gradient(sync)
+        gradient = _first_gradient(self._sync)
         # Zeroing of a gradient in shards counts no version.
         if self._then is not None and gradient is not None and not isinstance(gradient, InShards):
             then, version = self._then
             if then() is gradient and gradient._version == version:
                 return False
-        return not any(_is_nonzero(parameter.grad) for parameter in sync.parameters_held())
+        return not any(_is_nonzero(parameter.grad) for parameter in self._sync.parameters_held())
 
 
 def average_over_ranks(runtime: Runtime, parameters: Sequence[Tensor], weight: Weight | None) -> None:

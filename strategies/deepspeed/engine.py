@@ -82,7 +82,7 @@ class Engine(GradientSync):
             each.register_post_accumulate_grad_hook(self._arrived.append)  # type: ignore[no-untyped-call]
             for each in self.trained
         ]
-        self._kept = list(map(hold_weakly, (*self.zero._grad_acc_hooks, *self._hooks)))
+        self._kept = list(map(hold_weakly, self.zero._grad_acc_hooks))
         if stage == 3:  # DeepSpeed's own hooks would meet a parameter that they do not know
             self._hooks.append(module.register_forward_pre_hook(Hook(self._before_forward), prepend=True))
         self.discard()

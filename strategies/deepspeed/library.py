@@ -17,10 +17,8 @@ from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from inspect import getclosurevars
 from typing import Any
-from weakref import finalize, proxy
 
 import torch.distributed as dist
-from torch import nn
 
 from fabric.launchers.environments.defaults import variables
 from fabric.launchers.private_names import Names, require
@@ -118,21 +116,15 @@ def join(world: World, device_type: str) -> None:
             backend.reduce_scatter_function = dist.reduce_scatter_single
 
 
-def leave_stack_of_forwards(module: nn.Module) -> None:
-    """Let the stack of running forwards, in which stage 3 leaves each model for ever, hold this one weakly (0.19)."""
-    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK as STACK
-
-    at = next(number for number, each in enumerate(STACK) if each is module)
-    STACK[at] = weak = proxy(module)
-    finalize(module, lambda: STACK.pop(next(number for number, each in enumerate(STACK) if each is weak)))
-
-
 def forget_models() -> None:
-    """Empty the cache in which stage 3 keeps each model for ever (0.19), and collect those that nothing else keeps."""
+    """Empty the lists in which stage 3 keeps each model for ever (0.19), and collect those that nothing else keeps. Not
+    within a forward."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
     cached = vars(Coordinator)["_PartitionedParameterCoordinator__params_to_release"]
     getclosurevars(cached).nonlocals["func"].cache_clear()
+    FWD_MODULE_STACK.clear()
     gc.collect()
 
 

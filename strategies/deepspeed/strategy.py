@@ -30,14 +30,7 @@ from fabric.strategies.deepspeed.config import (
 )
 from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, copy_of, gathered_parts, is_trained
 from fabric.strategies.deepspeed.init_module import hide_shapes, in_shards
-from fabric.strategies.deepspeed.library import (
-    forget_models,
-    join,
-    leave_stack_of_forwards,
-    local_rank,
-    why_not,
-    with_environment,
-)
+from fabric.strategies.deepspeed.library import forget_models, join, local_rank, why_not, with_environment
 from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.elementwise import MODES, has_modes, refuse_dependent
@@ -249,7 +242,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             )
         if self._stage == 3:
             refuse_copies(module, _IN_SHARDS)
-            leave_stack_of_forwards(module)
         return engine
 
     def _untrained(self, runtime: Runtime, module: nn.Module, move: bool, stack: ExitStack) -> Prepared:
