@@ -239,11 +239,7 @@ class Fabric:
 
         chosen = self._configuration
         launcher = choose_launcher(
-            chosen.launcher,
-            chosen.topology,
-            function=function,
-            world=self._place,
-            max_restarts=chosen.max_restarts,
+            chosen.launcher, chosen.topology, function=function, world=self._place, max_restarts=chosen.max_restarts
         )
         if function is None:
             self._connect(launcher.enter())

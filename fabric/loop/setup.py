@@ -25,11 +25,7 @@ from fabric.loop.accumulation import Accumulation
 from fabric.loop.weighting import ClosureLoss, Weighting
 from fabric.strategies.checkpoint.by_hand import refuse_whole_states, report_shards
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
-from fabric.strategies.gradients.bare_parameters import (
-    BareParameters,
-    outside,
-    refuse_another_model,
-)
+from fabric.strategies.gradients.bare_parameters import BareParameters, outside, refuse_another_model
 from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.deferred_init import initialize_empty
