@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, final
+from weakref import proxy
 
 import torch
 import torch.distributed
@@ -41,7 +42,6 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.tensors.parameters import name_some
 from fabric.strategies.torch_internals import current_graph_task_id
-from fabric.strategies.undo import hold_weakly
 
 UNCOMPILABLE = (
     "`torch.compile` under `strategy='ddp_fully_sharded'`: FairScale gathers parameters in code that the compiler "
@@ -236,8 +236,13 @@ def _wrapper(runtime: Runtime) -> Callable[..., Any]:
                 handle.remove()
             super()._register_post_backward_hooks()
             # Kept here: a parameter that has its own node would never be freed.
-            taken = [vars(param).pop("_shard_bwd_hook") for param in self.params if param.requires_grad]
-            self._nodes = [(node, handle, hold_weakly(handle)) for node, handle in taken]
+            self._nodes = []
+            for param in self.params:  # no comprehension, which is a call
+                if param.requires_grad:
+                    node, handle = vars(param).pop("_shard_bwd_hook")
+                    hooks = handle.hooks_dict_ref()
+                    self._nodes.append((node, handle, hooks[handle.id]))
+                    hooks[handle.id] = proxy(hooks[handle.id])  # `hold_weakly` without a call
 
         def _post_reduction_hook(self, param: Any, reduced_grad: Tensor) -> None:
             super()._post_reduction_hook(param, reduced_grad)
