@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +138,7 @@ class Fabric:
         self._request = request
         self._place: World | None = self._configuration.world  # set once this process is a rank, and kept after `close`
         self._open = ExitStack()
-        self._moments, self._accumulation = Moments(), Accumulation()
+        self._moments = Moments()
         self._runtime: Runtime | None = None
         self._set_up: SetUp | None = None
         self._backward: LossBackward | None = None
@@ -334,7 +335,7 @@ class Fabric:
         check_module(module)
         check_optimizers(optimizers)
         prepared = self._objects.model(module, optimizers, move=move_to_device)
-        self._objects.schedulers += [scheduler] if is_stateful(scheduler) else []
+        self._objects.schedulers += [ref(scheduler)] if is_stateful(scheduler) else []
         self._loss_backward.models_changed()
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
@@ -738,8 +739,8 @@ class Fabric:
 
         With several optimizers: of the one that has stepped most.
         """
-        steps = [] if self._set_up is None else [*self._set_up.steps.values()]
-        return max((each.num_steps for each in steps), default=0)
+        counters = [] if self._set_up is None else self._set_up.counters
+        return max((each.num_steps for each in counters), default=0)
 
     def save(
         self,
@@ -939,6 +940,7 @@ class Fabric:
         runtime.apart.is_on = self.draws_apart
         self._place = world if world.size > 1 else None
         self._moments, weighting = Moments(changed=self._follow_batches), Weighting(runtime)
+        self._accumulation = Accumulation()
         self._set_up = SetUp(
             runtime,
             chosen.strategy,
@@ -949,13 +951,14 @@ class Fabric:
         )
         self._backward = LossBackward(runtime, self._set_up, self._accumulation, weighting, self._moments)
         self._open.callback(self._forget)  # before the teardown: models hold on to the process group
+        self._open.callback(self._set_up.detach)
         self._moments.add(*self._request.checks, *self._sanitizer(world))
         for moment in self._moments.connected:
             moment(runtime)
 
     def _progress_in_words(self) -> str:
         """How far the loop is, or was when the fabric was closed, for reports. Any thread calls it."""
-        if self._set_up is not None and self._set_up.steps:
+        if self._set_up is not None and self._set_up.counters:
             self._progress = f"after {self.num_steps} step{'s' * (self.num_steps != 1)}"
             if self._runtime is not None and self._runtime.forward_communicates:
                 models = list(self._set_up.models.values())
@@ -985,10 +988,10 @@ class Fabric:
 
     def _sanitizer(self, world: World) -> list[Check]:
         """What compares the ranks. Not on devices that record a step: reading a number would end its graph there."""
-        strategy = self.strategy
+        strategy, objects = self.strategy, self._objects
         if self._request.sanitize is False or strategy.marks_steps:
             return []
-        divergence = Divergence(self._objects.steps, self._objects.models.values())
+        divergence = Divergence(objects.steps, lambda: objects.models.values())
         if world.size == 1:
             return [divergence]
         return [
@@ -996,8 +999,9 @@ class Fabric:
             Sanitizer(
                 self._request.sanitize,
                 self._moments,
-                self._objects.steps,
-                self._objects.unprepared,
+                objects.steps,
+                objects.state_access,
+                objects.unprepared,
                 divergence,
                 is_comparable=lambda model: strategy.sets_up_one_model or model.sync.is_replicated,
                 has_whole_gradients=lambda model: (

@@ -6,7 +6,7 @@ are the user's own objects wherever the strategy allows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -31,14 +31,19 @@ class TrainedWeights:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
-    """One model and the optimizers that were set up with it."""
+    """One model and the optimizers that were set up with it.
+
+    # Note [What was set up lives as long as the program has it]
+    The model keeps its `Prepared` alive, by `path.kept`, and so does each of its optimizers. Whoever else holds one for
+    longer than a call holds it weakly, so that model, gradients and engine go when the program lets go of them.
+    """
 
     module: nn.Module
     """The module that `setup` returns."""
-    optimizers: tuple[Optimizer, ...]
-    """The optimizers that `setup` returns, in the order given."""
+    optimizers: Collection[Optimizer]
+    """The optimizers that `setup` returns, in the order given. What the model keeps has a `WeakSet` of them."""
     path: ForwardPath
     """Its wrapped methods."""
     sync: GradientSync
@@ -51,7 +56,9 @@ class Prepared:
     is_finite: Callable[[Optimizer], bool]
     """Whether the gradients with which an optimizer would step are finite, on every rank; all ranks call it."""
     release: Callable[[], None]
-    """Restore the user's objects: no hook and no attribute of ours stays on them."""
+    """Restore the user's objects: no hook and no attribute of ours stays on them. Called after `release_optimizers`."""
+    release_optimizers: Callable[[], None] = lambda: None
+    """Restore the optimizers; what the optimizers keep, not the model."""
     scale_loss: Callable[[Tensor], Tensor] | None = None
     """How an engine scales the loss of this model; None: the precision's loss scaler does."""
     joins_backward: bool = True

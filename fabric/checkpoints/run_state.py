@@ -45,7 +45,7 @@ class RunState:
         self._loaders = LoaderPositions(loaders, runtime.collective, runtime.report, reported)
         self._stateful = {
             "scalers": set_up.scalers(),
-            "schedulers": [each for each in set_up.schedulers if id(each) not in named],
+            "schedulers": [s for each in set_up.schedulers if (s := each()) is not None and id(s) not in named],
         }
         self._adapters = {at: configs for at, each in objects.items() if (configs := _adapter_configs(each))}
         self._steps = {

@@ -136,7 +136,7 @@ class Divergence(Check):
     `steps`: the counters of all prepared optimizers; `models`: all that are set up.
     """
 
-    def __init__(self, steps: Mapping[Optimizer, StepCounter], models: Iterable[Prepared]) -> None:
+    def __init__(self, steps: Mapping[Optimizer, StepCounter], models: Callable[[], Iterable[Prepared]]) -> None:
         self._steps, self._models, self._finite, self._first = steps, models, "", ""
         self.where: str | None = None
         """The ranks whose loss is not finite in the present step; None: it is not watched."""
@@ -160,7 +160,7 @@ class Divergence(Check):
             self._runtime.report(f"{self._first} {_ADVICE}")
 
     def closing(self) -> None:
-        for model in self._models if any(each.num_steps for each in self._steps.values()) else ():
+        for model in self._models() if any(each.num_steps for each in self._steps.values()) else ():
             held = [local_part(each) for each in model.sync.parameters_held() if each.requires_grad]
             if not all_finite([each for each in held if type(each) in (Tensor, nn.Parameter)]):
                 what = f"At the end of the run the weights of `{user_class(model.module).__name__}` are not finite."

@@ -14,7 +14,7 @@ calls of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, final
 from weakref import WeakKeyDictionary, WeakSet
@@ -34,11 +34,12 @@ class UnpreparedOptimizers:
     """What one fabric knows of them. `optimizers` and `models`: those that were set up."""
 
     def __init__(
-        self, runtime: Runtime, optimizers: Mapping[Optimizer, Any], models: Mapping[nn.Module, Prepared]
+        self, runtime: Runtime, optimizers: Mapping[Optimizer, Any], models: Callable[[], Iterable[Prepared]]
     ) -> None:
         self._runtime, self._optimizers, self._models = runtime, optimizers, models
         self._replaced = WeakTensorKeyDictionary()  # the optimizer alone may keep them in memory
-        self._needing: list[tuple[nn.Module, str]] = []
+        self._needing: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._is_attached = False
         self._gradients: WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = WeakKeyDictionary()
         """Optimizers that have stepped, each with its gradients before the present backward."""
         self._trained: WeakSet[Optimizer] = WeakSet()
@@ -56,8 +57,9 @@ class UnpreparedOptimizers:
         replaced = [parameter for parameter in before if id(parameter) not in now]
         self._replaced.update(dict.fromkeys(replaced, type(module).__name__))
         if why_set_up is not None:
-            self._needing.append((module, why_set_up))
-        if replaced or why_set_up is not None:
+            self._needing[module] = why_set_up
+        if (replaced or why_set_up is not None) and not self._is_attached:
+            self._is_attached = True
             undo.callback(register_optimizer_step_pre_hook(self._check).remove)
 
     def model_of(self, parameter: Tensor) -> str | None:
@@ -76,7 +78,7 @@ class UnpreparedOptimizers:
             return
         self.refuse_replaced([optimizer])
         own = self._own(optimizer)
-        for module, why in self._needing:
+        for module, why in self._needing.items():
             if not own.isdisjoint(map(id, module.parameters())):
                 raise RuntimeError(_UNKNOWN.format(type(optimizer).__name__, type(module).__name__, why))
 
@@ -103,8 +105,8 @@ class UnpreparedOptimizers:
         name = type(optimizer).__name__
         own = {id(each) for each in parameters_of(optimizer) if each.is_leaf and each.grad is not None}
         own &= self._own(optimizer)
-        of = [each for each in self._models.values() if not own.isdisjoint(map(id, each.module.parameters()))]
-        known = {id(each) for model in self._models.values() for each in model.sync.parameters_held()}
+        of = [each for each in self._models() if not own.isdisjoint(map(id, each.module.parameters()))]
+        known = {id(each) for model in self._models() for each in model.sync.parameters_held()}
         if of:
             self._runtime.report(_NOT_COUNTED.format(name, type(of[0].module).__name__))
         elif own and own.isdisjoint(known | self.averaged):

@@ -38,7 +38,7 @@ from fabric.strategies.sharding.execution_order import ExecutionOrder, start_com
 from fabric.strategies.tensors.in_shards import InShards
 from fabric.strategies.tensors.parameters import name_some
 from fabric.strategies.torch_internals import after_backward
-from fabric.strategies.undo import replace_attributes
+from fabric.strategies.undo import hold_weakly, replace_attributes
 
 
 @final
@@ -83,6 +83,7 @@ class Engine(GradientSync):
             each.register_post_accumulate_grad_hook(self._arrived.append)  # type: ignore[no-untyped-call]
             for each in self.trained
         ]
+        self._kept = list(map(hold_weakly, self.zero._grad_acc_hooks))
         if stage == 3:  # DeepSpeed's own hooks would meet a parameter that they do not know
             self._hooks.append(module.register_forward_pre_hook(Hook(self._before_forward), prepend=True))
         self.discard()

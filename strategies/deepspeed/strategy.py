@@ -21,16 +21,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.deepspeed.config import (
-    PRECISIONS,
-    choose_offload,
-    choose_stage,
-    engine_config,
-    read_config,
-)
+from fabric.strategies.deepspeed.config import PRECISIONS, choose_offload, choose_stage, engine_config, read_config
 from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, copy_of, gathered_parts, is_trained
 from fabric.strategies.deepspeed.init_module import hide_shapes, in_shards
-from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
+from fabric.strategies.deepspeed.library import forget_models, join, local_rank, why_not, with_environment
 from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.elementwise import MODES, has_modes, refuse_dependent
@@ -153,6 +147,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         _refuse_setup(runtime, module, optimizers, stage=self._stage)
+        if self._stage == 3:
+            forget_models()
         with ExitStack() as stack:
             stack.enter_context(local_rank(runtime.world))
             if optimizers:

@@ -24,6 +24,7 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.precision.loss_scaler import LossScaler, all_finite
 from fabric.strategies.tensors.dtensor import as_sharded, local_part, on_mesh, put_together
 from fabric.strategies.tensors.parameters import parameters_of
+from fabric.strategies.undo import hold_weakly
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -212,9 +213,13 @@ def refuse_sparse(parameters: Sequence[Tensor], kinds: Sequence[int]) -> None:
 
 
 def on_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call `hook` for each accumulated gradient, also if the parameter is frozen now and unfrozen later."""
+    """Call `hook` for each accumulated gradient, also if the parameter is frozen now and unfrozen later.
+
+    It is held weakly: the caller keeps it. See `hold_weakly`.
+    """
     before = parameter.requires_grad
     parameter.requires_grad_()
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(before)
+    hold_weakly(handle)
     return handle

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeAlias, final
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -134,27 +135,28 @@ def backward_through(
 
     `scale_loss`: the precision's loss scaling. It is called first, because it may rescale existing gradients.
     `within`: the context of backward, because activation checkpointing runs forward again in it.
+    Of models that the program has let go of, nothing runs.
     """
-    watches = [sync.watch for sync in syncs if not isinstance(sync, LocalGradientSync)]
+    watched = [ref(sync) for sync in syncs if not isinstance(sync, LocalGradientSync)]
+    refused = [refusal for sync in syncs for refusal in sync.refuses.items()]
 
     def backward_alone(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        for sync in syncs if kwargs else ():
-            for word, sentence in sync.refuses.items():
-                if kwargs.get(word) is not None and kwargs[word] is not False:
-                    raise ValueError(sentence)
+        for word, sentence in refused if kwargs else ():
+            if kwargs.get(word) is not None and kwargs[word] is not False:
+                raise ValueError(sentence)
         scaled = loss if scale_loss is None else scale_loss(loss)
         finishes = []
-        for watch in watches:  # no comprehension, which is a call
-            if (finish := watch()) is not None:
+        for each in watched:  # no comprehension, which is a call
+            if (sync := each()) is not None and (finish := sync.watch()) is not None:
                 finishes.append(finish)
         scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         for finish in finishes:
             finish()
 
-    chosen = backward_alone if scale_loss is None and not watches else backward
+    chosen = backward_alone if scale_loss is None and not watched else backward
     return chosen if within is None else partial(_run_within, within, chosen)
 
 

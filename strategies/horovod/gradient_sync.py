@@ -34,7 +34,8 @@ class HorovodGradientSync(GradientSync):
         self.changed: set[Tensor] = set()
         self.is_due = False
         broadcast_from_rank_zero(collective, [*module.parameters(), *module.buffers()])
-        self.hooks = [on_gradient(parameter, self._note) for parameter in self.parameters]
+        self.kept_hook = self._note
+        self.hooks = [on_gradient(parameter, self.kept_hook) for parameter in self.parameters]
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.additions.refuse()

@@ -54,6 +54,7 @@ class ManualGradientSync(GradientSync):
         )
         self.averaged: dict[tuple[str, ...], list[nn.Parameter]] = {}
         self.hooks: list[RemovableHandle] = []
+        self.kept_hook = self._arrived
         for parameter in ours:
             self._arrange(parameter)
         self.along = {axes: along(context.collective, context.mesh, axes).for_gradients() for axes in self.averaged}
@@ -139,7 +140,7 @@ class ManualGradientSync(GradientSync):
         rest = tuple(axis for axis in self.data_axes if axis not in cut)
         if rest:
             self.averaged.setdefault(rest, []).append(parameter)
-            self.hooks.append(on_gradient(parameter, self._arrived))
+            self.hooks.append(on_gradient(parameter, self.kept_hook))
 
     def _cut_along(self, parameter: nn.Parameter) -> set[str]:
         sharded = as_sharded(parameter)

@@ -141,11 +141,11 @@ class ManualStrategy(ProcessGroupStrategy):
         data_axes = tuple(filter(self.has_own_data, self._axes(runtime.world.size)))
         sync = ManualGradientSync(context, parallel, data_axes)
         prepared = replica(runtime, parallel.module, optimizers, sync)
-
+        clip = prepared.clip_norm
         compared = WeakSet[Optimizer]()
 
         def clip_norm(of: Sequence[Optimizer], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-            norm = prepared.clip_norm(of, max_norm, norm_type, error_if_nonfinite)
+            norm = clip(of, max_norm, norm_type, error_if_nonfinite)
             if not compared.issuperset(of):  # what is averaged does not change later
                 _refuse_unequal(torch.tensor(runtime.collective.all_gather_object(norm.item())))
                 compared.update(of)

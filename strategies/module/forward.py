@@ -58,6 +58,8 @@ class ForwardPath:
         self.running = False
         self.num_calls = 0
         """How many forwards have begun, with those of marked methods."""
+        self.kept: list[object] = []
+        """What lives as long as the module: see Note [What was set up lives as long as the program has it]."""
         self._given: dict[str, Any] = {}
         self._replace("forward")
         object.__setattr__(module, "mark_forward_method", self)

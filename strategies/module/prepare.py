@@ -78,7 +78,7 @@ def prepared(
 ) -> Prepared:
     """The `Prepared` of every strategy, some of whose fields it may replace. `path`: the methods around `sync.forward`.
 
-    `ends`: called on release, in this order, after the module and the optimizers are released.
+    `ends`: called on release, in this order, after the optimizers and the module are released.
     """
     scaler = runtime.loss_scaler
     return Prepared(
@@ -89,7 +89,8 @@ def prepared(
         clip_norm=partial(clip_norm, scaler=scaler),
         clip_value=partial(clip_value, scaler=scaler),
         is_finite=partial(gradients_are_finite, scaler=scaler, any_rank=runtime.any_rank),
-        release=undo_all((path.release, attach_to_steps(runtime, optimizers), sync.release, *ends)),
+        release=undo_all((path.release, sync.release, *ends)),
+        release_optimizers=attach_to_steps(runtime, optimizers),
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class LossScaler:
         self._good_steps = 0
         self._stepped = False
         self._overflowed = False
-        self._known: dict[Optimizer, _Gradients] = {}
+        self._known: WeakKeyDictionary[Optimizer, _Gradients] = WeakKeyDictionary()
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
         """Make `optimizer.step()` unscale its gradients, or skip; `optimizer.step_was_skipped` shows which it did.
