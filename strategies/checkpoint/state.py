@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.stored import in_memory, mapped_module
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
-from fabric.strategies.tensors.dtensor import gathered_weight
+from fabric.strategies.tensors.dtensor import gathered_weight, local_part, shard_like
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.wrapped import is_wrapped, plain_state, plain_tensors
 
@@ -118,6 +118,11 @@ class StateAccess(ABC):
     def gather(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Copies of parameters in shards, whole on every rank, through which gradients flow; others as they are."""
         return list(map(gathered_weight, parameters))
+
+    def scatter(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Write whole values, which are equal on every rank, into parameters in shards, without gradients."""
+        for parameter, value in zip(parameters, values, strict=True):
+            local_part(parameter).copy_(local_part(shard_like(value, parameter)))
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         """As `write_module`, from a state with a `Stored` for each tensor."""

@@ -83,6 +83,12 @@ class ZeroState(StateAccess):
                 _gather_for_gradient(parameter, copy.grad_fn.next_functions[0][0])
         return copies
 
+    def scatter(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(parameters, values, strict=True):
+            is_trained = id(parameter) in self.trained
+            changed = as_changed(self._whole(parameter), value.detach()) if is_trained else value
+            self._write_tensor("", parameter, changed)
+
     def _whole(self, tensor: Tensor) -> Tensor:
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param

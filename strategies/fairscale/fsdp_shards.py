@@ -148,7 +148,7 @@ def _gather(collective: Collective, part: nn.Module, content: dict[str, Any], pr
 
 def _gather_renamed(collective: Collective, module: nn.Module, content: dict[str, Any], prefix: str, _: Any) -> None:
     """Gather what hooks of the user have renamed before ours found it."""
-    shards: dict[int, Any] = {each.data_ptr(): each for each in module.parameters() if each.numel()}
+    shards: dict[int, Any] = {each.data_ptr(): each for each in module.parameters() if _is_shard(each) and each.numel()}
     for name, value in content.items():
         if type(value) is Tensor and (own := shards.get(value.data_ptr())) is not None:
             content[name] = whole_of(collective, own, own._orig_size).to("cpu", copy=True)
@@ -168,7 +168,12 @@ def _slice(collective: Collective, part: nn.Module, content: dict[str, Any], pre
 
 
 def _own_parameters(part: nn.Module) -> list[tuple[str, Any]]:
-    return [(name, parameter) for name, parameter in part._parameters.items() if parameter is not None]
+    """Not those that `fabric.gathered` has put in their place, which are whole."""
+    return [(name, each) for name, each in part._parameters.items() if each is not None and _is_shard(each)]
+
+
+def _is_shard(parameter: Tensor) -> bool:
+    return "_orig_size" in vars(parameter)
 
 
 @final
@@ -188,6 +193,10 @@ class SlicedState(StateAccess):
             copies.append(parameter.clone())  # while it is whole: FairScale's backward expects a whole gradient
             parameter.data = own
         return copies
+
+    def scatter(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(slice_of(value, self._collective))
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         return self._module_state(module, self._kept)
