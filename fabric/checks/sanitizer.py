@@ -161,7 +161,7 @@ class _Watch(Check):
         self._models.append((model, dict(model.module.named_parameters(remove_duplicate=False))))
         if has_whole_gradients:
             self._whole.append(model)
-        self._forward_weights.append(ForwardWeights(model.module))
+        self._forward_weights.append(ForwardWeights(model))
 
     def add_optimizers(self, optimizers: Mapping[Optimizer, StateAccess]) -> None:
         """Compare their options and states, too, and count steps from here."""
@@ -174,6 +174,8 @@ class _Watch(Check):
     def begin(self) -> None:
         """Watch the next step."""
         self._moments.due_at, self._moments.due = sys.maxsize, self.begin
+        for each in self._forward_weights:
+            each.attach()
         if self not in self._moments.checks:
             self._attached.callback(register_optimizer_step_pre_hook(self._stepping).remove)
             self._moments.add(self)
@@ -204,9 +206,9 @@ class _Watch(Check):
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self._strangers.before_backward()
         self.compare_collectives()
-        if not goes_through(loss, "CompiledFunction"):  # compiled modules are compiled again where hooks come and go
-            for each in self._forward_weights:
-                each.attach()
+        is_compiled = goes_through(loss, "CompiledFunction")
+        for each in self._forward_weights:
+            each.remove(is_compiled=True) if is_compiled else each.attach()
 
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self._strangers.after_backward()

@@ -173,6 +173,10 @@ class Engine(GradientSync):
         arrived = list(map(self._names.__getitem__, self._arrived))
         start_comparing(self.runtime, arrived, _PAIRED.format(name=type(self.module).__name__))()
 
+    @property
+    def units(self) -> Sequence[nn.Module]:
+        return gathered_parts(self.module) if self.stage == 3 else ()
+
     def parameters_held(self) -> Iterable[Tensor]:
         return self.trained
 

@@ -89,6 +89,14 @@ class ZeroState(StateAccess):
             changed = as_changed(self._whole(parameter), value.detach()) if is_trained else value
             self._write_tensor("", parameter, changed)
 
+    def kept(self, parameter: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor] | None:
+        if not is_sharded(parameter) or not parameter.numel():
+            return None
+        shard = cast(Any, parameter).ds_tensor.flatten()
+        start = self.world.rank * shard.numel()
+        own = parameter.detach().flatten()[start : start + shard.numel()]
+        return own, shard[: own.numel()].to(own.device)
+
     def _whole(self, tensor: Tensor) -> Tensor:
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param

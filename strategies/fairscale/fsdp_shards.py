@@ -198,6 +198,11 @@ class SlicedState(StateAccess):
         for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(slice_of(value, self._collective))
 
+    def kept(self, parameter: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor] | None:
+        known: Any = parameter
+        is_whole = _is_shard(parameter) and parameter.data_ptr() != known._fp32_shard.data_ptr()
+        return (slice_of(parameter, self._collective), known._fp32_shard.to(parameter.dtype)) if is_whole else None
+
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         return self._module_state(module, self._kept)
 

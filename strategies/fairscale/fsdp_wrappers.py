@@ -185,6 +185,10 @@ class FairScaleFSDPGradientSync(GradientSync):
             wrapper._free_full_params()
             wrapper._use_fp32_param_shard()
 
+    @property
+    def units(self) -> Sequence[nn.Module]:
+        return [wrapper.module for wrapper in self.wrappers]
+
     def parameters_held(self) -> Iterable[Tensor]:
         return self.names
 

@@ -34,6 +34,12 @@ class GradientSync(ABC):
     refuses: Mapping[str, str] = {}
     """Arguments of `Tensor.backward` that the technique does not support, each with the error of its use."""
 
+    @property
+    def units(self) -> Sequence[nn.Module]:
+        """The modules whose parameters are gathered until the end of their forward, for techniques with such modules;
+        without those of `fully_shard`."""
+        return ()
+
     @abstractmethod
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return `function(*args, **kwargs)`, where `function` is `forward` of the model, or another marked method."""
