@@ -28,20 +28,18 @@ class ForwardWeights:
     def __init__(self, model: Prepared) -> None:
         self._access, self._model = model.state, uncompiled(model.module)
         self._units = [*(model.sync.units or fsdp_modules(self._model))]
-        self._is_compiled = self._model is not model.module
         self._before: dict[nn.Module, dict[str, Tensor]] = {}
         """The parameters before forward, by their module and name."""
         self._hooks: list[RemovableHandle] = []
 
     def attach(self) -> None:
         """Compare in each forward from the next one on. Nothing to do for a model without shards."""
-        if self._units and not self._hooks and not self._is_compiled:
+        if self._units and not self._hooks:
             self._hooks = [each.register_forward_hook(Hook(self._compare), prepend=True) for each in self._units]
             self._hooks.append(self._model.register_forward_pre_hook(Hook(self._note), prepend=True))
 
-    def remove(self, *, is_compiled: bool = False) -> None:
-        """Compare no longer. `is_compiled`: nor later, because hooks that come and go compile the model again."""
-        self._is_compiled |= is_compiled
+    def remove(self) -> None:
+        """Compare no longer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -54,24 +52,15 @@ class ForwardWeights:
     def _compare(self, unit: nn.Module, args: Any, output: Any) -> None:
         for part in unit.modules():
             before = self._before.get(part, {})
-            for name, gathered in part._parameters.items():
-                if gathered is not None:
-                    self._compare_parameter(part, name, before.get(name, gathered), gathered)
-
-    def _compare_parameter(self, part: nn.Module, name: str, parameter: Tensor, gathered: Tensor) -> None:
-        kept = self._access.kept(parameter, gathered)
-        if kept is None and parameter is gathered:
-            return
-        if parameter is gathered or not parameter._backward_hooks:
-            sentence = _DIFFERS
-            if kept is not None and torch.allclose(*kept, rtol=0, atol=0, equal_nan=True):
-                return
-        else:
-            sentence = _HOOKED
-        place = next((place for place, each in self._model.named_modules() if each is part), "")
-        raise SanitizerError(
-            sentence.format(name=f"{place}.{name}".lstrip("."), model=user_class(self._model).__name__)
-        )
+            for name, gathered in part.named_parameters(recurse=False):
+                parameter = before.get(name, gathered)
+                kept = self._access.kept(parameter, gathered)
+                is_hooked = parameter is not gathered and parameter._backward_hooks
+                is_read = parameter is gathered if kept is None else torch.allclose(*kept, 0, 0, equal_nan=True)
+                if is_hooked or not is_read:
+                    place = next((place for place, each in self._model.named_modules() if each is part), "")
+                    names = {"name": f"{place}.{name}".lstrip("."), "model": user_class(self._model).__name__}
+                    raise SanitizerError((_HOOKED if is_hooked else _DIFFERS).format(**names))
 
 
 _DIFFERS = (

@@ -38,7 +38,6 @@ from fabric.strategies.collectives.c10d_check import compare_collectives
 from fabric.strategies.data.rng import digest, torch_rng
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.tensors.autograd_graph import goes_through
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.nests import tensors_in
 from fabric.strategies.tensors.parameters import parameters_of
@@ -206,9 +205,6 @@ class _Watch(Check):
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self._strangers.before_backward()
         self.compare_collectives()
-        is_compiled = goes_through(loss, "CompiledFunction")
-        for each in self._forward_weights:
-            each.remove(is_compiled=True) if is_compiled else each.attach()
 
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self._strangers.after_backward()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.checkpoint.state import PLAIN
 from fabric.strategies.collectives.collective import Collective
@@ -37,62 +36,56 @@ def gathered(module: nn.Module, prepared: Prepared | None, compared: Collective 
     if write:  # leaves of the graph, as they are in one process
         copies = {each: nn.Parameter(copy.detach(), each.requires_grad) for each, copy in copies.items()}
     places = [_Place(part, copies) for part in module.modules()]
-    versions = {copy: copy._version for copy in copies.values()}
+    versions = [copy._version for copy in copies.values()]
     hooks = [hook for place in places if write and place.own for hook in place.hooks()]
     for place in places:
-        place.enter()
+        place.put(1)
     try:
         yield
-        replaced = [name for place in places for name in place.replaced()]
+        replaced = [
+            name for each in places for name, (_, copy) in each.own.items() if each.present.get(name) is not copy
+        ]
         written = dict(module.named_parameters())
     finally:
         for place in places:
-            place.leave()
+            place.put(0)
         for hook in hooks:
             hook.remove()
     if not write:
-        if any(copy._version != version for copy, version in versions.items()):
+        if versions != [copy._version for copy in copies.values()]:
             raise RuntimeError(_WRITTEN.format(**names))
         return
     if replaced:
         raise RuntimeError(_REPLACED.format(name=replaced[0], **names))
-    digests = dict(zip(written, numbers_of(written.values()), strict=True))
-    first: dict[str, tuple[int, int]] = {}
-    for rank, of_rank in enumerate([] if compared is None else compared.all_gather_object(digests)):
-        for name, digest in of_rank.items():  # in a pipeline each rank has some of the names
-            other, expected = first.setdefault(name, (rank, digest))
-            if digest != expected:
-                raise RuntimeError(_DIFFERENT.format(name=name, rank=rank, other=other, **names))
+    if compared is not None:
+        mine = dict(zip(written, numbers_of(written.values()), strict=True))
+        for rank, theirs in enumerate(compared.all_gather_object(mine)):  # in a pipeline each has some of the names
+            if differing := [name for name, digest in theirs.items() if mine.get(name, digest) != digest]:
+                raise RuntimeError(_DIFFERENT.format(name=differing[0], rank=rank, other=compared.rank, **names))
     with torch.no_grad():
         access.scatter(list(copies), list(copies.values()))
 
 
 @final
 class _Place:
-    """The parameters of one module, of which some have copies."""
+    """The parameters of one module that have copies, by name: each with its copy."""
 
     def __init__(self, part: nn.Module, copies: Mapping[Any, Tensor]) -> None:
-        self.parameters: dict[str, Any] = part._parameters
-        self.own = {name: (each, copies[each]) for name, each in self.parameters.items() if each in copies}
-        self.part = part
+        self.part, self.present = part, cast(dict[str, Any], part._parameters)
+        self.own = {name: (each, copies[each]) for name, each in self.present.items() if each in copies}
 
-    def enter(self, *_: Any) -> None:
-        self.parameters.update({name: copy for name, (_, copy) in self.own.items()})
+    def put(self, which: int) -> None:
+        """0: the parameters, 1: the copies."""
+        self.present.update({name: pair[which] for name, pair in self.own.items()})
 
-    def leave(self) -> None:
-        self.parameters.update({name: each for name, (each, _) in self.own.items()})
-
-    def replaced(self) -> list[str]:
-        return [name for name, (_, copy) in self.own.items() if self.parameters.get(name) is not copy]
-
-    def hooks(self) -> tuple[RemovableHandle, RemovableHandle]:
+    def hooks(self) -> tuple[Any, Any]:
         """Let `load_state_dict` load into the copies: hooks of `fully_shard` expect to find shards after it."""
         before = self.part.register_load_state_dict_pre_hook(self._load)  # type: ignore[no-untyped-call]
-        return before, self.part.register_load_state_dict_post_hook(self.enter)  # type: ignore[no-untyped-call]
+        return before, self.part.register_load_state_dict_post_hook(lambda *_: self.put(1))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _load(self, part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        self.leave()
+        self.put(0)
         for name, (each, copy) in self.own.items():
             given = state.get(prefix + name)
             if isinstance(given, Tensor) and given.shape == copy.shape:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fabric.strategies.checkpoint.by_hand import RefuseWhole
 from fabric.strategies.checkpoint.state import PLAIN, KeepsNamesAndShapes, StateAccess, by_saved_index, map_state
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
@@ -58,6 +59,7 @@ def attach_module(collective: Collective, module: nn.Module) -> Callable[[], Non
     for part in module.modules():
         gather, cut = ModuleHook(_gather, collective), ModuleHook(_slice, collective)
         handles.append(part.register_state_dict_post_hook(gather))  # type: ignore[no-untyped-call]
+        handles.append(part.register_load_state_dict_pre_hook(RefuseWhole()))  # type: ignore[no-untyped-call]
         handles.append(part.register_load_state_dict_pre_hook(cut))  # type: ignore[no-untyped-call]
     last = ModuleHook(_gather_renamed, collective)
     handles.append(module.register_state_dict_post_hook(last))  # type: ignore[no-untyped-call]

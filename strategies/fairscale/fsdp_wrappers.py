@@ -87,6 +87,7 @@ class FairScaleFSDPGradientSync(GradientSync):
             wrapped = {part: wrap(_Unit(part)) for part in reversed(parts)}  # inner before outer
             self.root = wrap(_Unit(module, list(wrapped.values())))
             self.wrappers = (self.root, *wrapped.values())
+            self.units = [wrapper.module for wrapper in self.wrappers]
             for wrapper in self.wrappers:  # the root first: otherwise a submodule that is called first becomes the root
                 wrapper._lazy_init()
                 wrapper.reduced = self.reduced
@@ -184,10 +185,6 @@ class FairScaleFSDPGradientSync(GradientSync):
         for wrapper in self.wrappers:
             wrapper._free_full_params()
             wrapper._use_fp32_param_shard()
-
-    @property
-    def units(self) -> Sequence[nn.Module]:
-        return [wrapper.module for wrapper in self.wrappers]
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.names
