@@ -2,8 +2,9 @@
 
 A shard is one-dimensional, and equally long on every rank: the last ones are padded with zeros. FairScale stores the
 unsharded shape on the parameter, as `_orig_size`. With the hooks of this file `state_dict()` of a module and of its
-submodules returns unsharded tensors, copied to the CPU, on every rank; `load_state_dict`, also of optimizers, takes
-them. Ranks: all call `state_dict()`; each loads by itself. A checkpoint is written from the shards, by `SlicedState`.
+submodules returns unsharded tensors, copied to the CPU, on every rank; `load_state_dict` of optimizers takes them, and
+that of modules where fabric calls it. Ranks: all call `state_dict()`; each loads by itself. A checkpoint is written
+from the shards, by `SlicedState`.
 
 Between backward and step, gradients are `GradientShard`s: a norm, a comparison or a copy of one would be that of the
 shard, silently, and raises. What changes each element in place is right: `parameter.grad.mul_(0.5)`. Backward and the
