@@ -525,7 +525,7 @@ class Fabric:
             raise ValueError(self.strategy.lacks["ema"])
         return MovingAverage(prepared, decay)
 
-    def gathered(self, module: nn.Module) -> AbstractContextManager[None]:
+    def gathered(self, module: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
         """Context: the parameters of a prepared model, or of a submodule of it, are whole, also where the strategy has
         them in shards. For what reads weights outside of forward, such as a penalty in the loss:
 
@@ -536,10 +536,23 @@ class Fabric:
 
         There they are copies of the shards, through which gradients flow, averaged over the ranks as those of forward;
         elsewhere the parameters themselves. Do not call the model within.
+        `write=True`: for what changes weights, such as a mask after a step. Every rank writes the same values:
+
+            optimizer.step()
+            with torch.no_grad(), fabric.gathered(model, write=True):
+                model.head.weight.mul_(mask)
+
+        At its end the ranks compare what they have, and write it into the shards and into the weights that an engine
+        trains. `model.state_dict()` is whole within, and `model.load_state_dict(whole)` is right in the second form.
+        After an exception within, nothing is written into shards.
         Ranks: all, with the same module. Memory: the copies, until backward if they are in the loss.
-        Raises: RuntimeError: a copy was changed in place, which would be lost.
+        Raises: RuntimeError: a copy was changed in place without `write=True`; or, on every rank, ranks have written
+        other values, such as rank 0 alone.
         """
-        return gathered(uncompiled(module), self._objects.state_access(uncompiled(module)))
+        inner, objects, strategy = uncompiled(module), self._objects, self.strategy
+        model = next((each for each in objects.models.values() if each.holds(inner)), None)
+        is_compared = self.world_size > 1 and model and (strategy.sets_up_one_model or model.sync.is_replicated)
+        return gathered(inner, model, self.collective if is_compared else None, write)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Context: forward and backward of `module` do not synchronise gradients. For gradient accumulation: run the

@@ -40,7 +40,6 @@ from fabric.strategies.collectives.c10d_check import compare_collectives
 from fabric.strategies.data.rng import digest, torch_rng
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.tensors.autograd_graph import goes_through
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.nests import tensors_in
 from fabric.strategies.tensors.parameters import parameters_of
@@ -180,7 +179,7 @@ class _Watch(Check):
     def add_model(self, model: Prepared, *, has_whole_gradients: bool) -> None:
         """Compare this model, too."""
         parameters = dict(model.module.named_parameters(remove_duplicate=False))
-        watched = _Model(model, parameters, has_whole_gradients, ForwardWeights(model.module))
+        watched = _Model(model, parameters, has_whole_gradients, ForwardWeights(model))
         model.path.kept.append(watched)
         self._has_models = True
         self._add(watched)
@@ -210,6 +209,8 @@ class _Watch(Check):
     def begin(self) -> None:
         """Watch the next step."""
         self._moments.due_at, self._moments.due = sys.maxsize, self.begin
+        for each in self._models():
+            each.forward_weights.attach()
         if self not in self._moments.checks:
             self._attached.callback(register_optimizer_step_pre_hook(self._stepping).remove)
             self._moments.add(self)
@@ -241,9 +242,6 @@ class _Watch(Check):
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self._unprepared.before_backward()
         self.compare_collectives()
-        if not goes_through(loss, "CompiledFunction"):  # compiled modules are compiled again where hooks come and go
-            for each in self._models():
-                each.forward_weights.attach()
 
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self._unprepared.after_backward()

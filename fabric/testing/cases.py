@@ -111,6 +111,7 @@ _CASES = (
         loops.moving_average,
         "ema",
     ),
+    _case("written_weights", "whole weights that are written between steps", loops.written_weights),
     _trained("unused", "a layer that is unused in every second step", "unused", kinds=("spare",)),
     _trained("methods", "a loss computed by another method of the model than forward", "methods", by_method=True),
     _case("policy", "a forward that returns a distribution, for a loss of its attributes", loops.policy),

@@ -451,6 +451,21 @@ def moving_average(loop: Loop, trial: Trial) -> Outcome:
     return found
 
 
+def written_weights(loop: Loop, trial: Trial) -> Outcome:
+    """Whole weights are changed after each step, and restored once."""
+    run = Run(loop, trial)
+    with loop.gathered(run.model):
+        first = copy.deepcopy(run.model.state_dict())
+    for number, (tokens, targets, _) in enumerate(run.batches()):
+        run.step(run.loss(tokens, targets))
+        with torch.no_grad(), loop.gathered(run.model, write=True):
+            if number == 1:
+                run.model.load_state_dict(first)
+            for weight in run.model.parameters():
+                weight[:1].mul_(0.5)
+    return run.finished()
+
+
 def evaluate(loop: Loop, trial: Trial) -> Outcome:
     """A model without an optimizer."""
     model = loop.setup_module(trial.net(tied=True)).eval()

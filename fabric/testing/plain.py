@@ -199,6 +199,9 @@ class _PlainLoop:
     def ema(self, module: nn.Module, decay: float = 0.999) -> Any:
         return _PlainAverage(module, decay)
 
+    def gathered(self, module: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def barrier(self) -> None:
         self._table.exchange(self.global_rank, None)
 

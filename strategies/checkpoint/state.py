@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.stored import in_memory, mapped_module
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
-from fabric.strategies.tensors.dtensor import gathered_weight
+from fabric.strategies.tensors.dtensor import as_sharded, gathered_weight, local_part, own_part, shard_like
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.wrapped import is_wrapped, plain_state, plain_tensors
 
@@ -118,6 +118,20 @@ class StateAccess(ABC):
     def gather(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Copies of parameters in shards, whole on every rank, through which gradients flow; others as they are."""
         return list(map(gathered_weight, parameters))
+
+    def scatter(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Write whole values, which are equal on every rank, into parameters in shards, without gradients."""
+        for parameter, value in zip(parameters, values, strict=True):
+            local_part(parameter).copy_(local_part(shard_like(value, parameter)))
+
+    def kept(self, parameter: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What this rank keeps of a parameter in shards, and that part of the copy that forward has computed with; None
+        if it is not gathered now."""
+        sharded = as_sharded(parameter)
+        if sharded is None or gathered is parameter:
+            return None
+        own = own_part(gathered, sharded)
+        return own, local_part(sharded).to(own.device, own.dtype)
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         """As `write_module`, from a state with a `Stored` for each tensor."""

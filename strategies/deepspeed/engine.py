@@ -70,7 +70,8 @@ class Engine(GradientSync):
         synchronised = broadcast_buffers and runtime.world.size > 1
         self._buffered = [part for part in module.modules() if part._buffers] if synchronised else []
         broadcast_from_rank_zero(runtime.collective, buffers_of(self._buffered))
-        self.order = ExecutionOrder(runtime, module, gathered_parts(module) if stage == 3 else ())
+        self.units = gathered_parts(module) if stage == 3 else ()
+        self.order = ExecutionOrder(runtime, module, self.units)
         self._added_parameters = AddedParameters(module, unfrozen=True, frozen=stage == 3)
 
         self._arrived: list[Tensor] = []  # parameters that got a gradient in this backward, in order

@@ -4,7 +4,8 @@ The first fully sharded module (Baines et al., 2021), for code that relies on it
 is kept beside the user's module, not around it: parameters remain the same objects, under the same names, so
 optimizers made before `setup` remain valid. Between forwards a parameter is this rank's shard: one dimension, padded to
 equal lengths; what reads its gradient as a whole raises (`fsdp_shards.py`). `state_dict()` of the module and of its
-submodules is a collective that returns unsharded tensors, and `load_state_dict`, also of optimizers, takes those.
+submodules is a collective that returns unsharded tensors; `load_state_dict` of optimizers takes those, and that of
+modules where `fabric.load` calls it, or within `fabric.gathered(model, write=True)`.
 
 Every forward all-gathers parameters, so all ranks call it, in evaluations, too.
 """

@@ -88,6 +88,7 @@ class FairScaleFSDPGradientSync(GradientSync):
             wrapped = {part: wrap(_Unit(part)) for part in reversed(parts)}  # inner before outer
             self.root = wrap(_Unit(module, list(wrapped.values())))
             self.wrappers = (self.root, *wrapped.values())
+            self.units = [wrapper.module for wrapper in self.wrappers]
             for wrapper in self.wrappers:  # the root first: otherwise a submodule that is called first becomes the root
                 wrapper._lazy_init()
                 wrapper.reduced = self.reduced

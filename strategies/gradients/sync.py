@@ -34,6 +34,8 @@ class GradientSync(ABC):
     """Whether backward synchronises gradients at present, if the technique supports that they are not."""
     refuses: Mapping[str, str] = {}
     """Arguments of `Tensor.backward` that the technique does not support, each with the error of its use."""
+    units: Sequence[nn.Module] = ()
+    """The modules whose parameters are gathered until the end of their forward, without those of `fully_shard`."""
 
     @abstractmethod
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -64,6 +64,10 @@ def write_by_hand(fabric: Fabric, path: str) -> tuple[list[str], list[str]]:
         with pytest.raises(ValueError, match="'momentum_buffer' of parameter 0 is given as a whole tensor"):
             optimizer.load_state_dict(moments)
     before = list(collected.messages)
+    if not next(model.parameters()).numel():
+        with pytest.raises(RuntimeError, match=r"'weight' is an empty tensor at ZeRO stage 3.*save_pretrained"):
+            model[0].state_dict()
+        return before, []
     if fabric.is_global_zero:
         for _ in range(2):
             torch.save(model[0].state_dict(), path)
@@ -86,6 +90,8 @@ def test_a_file_written_by_hand_of_a_sharded_model_is_reported_once_and_names_th
     found = launched.launch(write_by_hand, str(path))
     assert found is not None
     before, messages = found
+    if strategy == "deepspeed_stage_3":
+        return
     assert not [each for each in before if "state_dict()" in each]
     (message,) = [each for each in messages if "state_dict()" in each]
     assert message.startswith("`Linear.state_dict()`: the model is sharded, and 'weight' has only this rank's part")
