@@ -41,7 +41,9 @@ def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
             method = f"{FORWARD}, "
         elif last[0].startswith(OURS):
             method = ""
-        is_end = is_end or (last[0] in _FABRIC and last[2] in ("close", "_close_at_exit"))
+        if last[0] in _FABRIC and last[2] == "_close_at_exit":
+            return END
+        is_end = is_end or (last[0] in _FABRIC and last[2] == "close")
     else:
         if is_end:
             return END

@@ -252,7 +252,7 @@ REFUSED = [
     Row(
         {"devices": 2},
         started_by("local", 1),
-        error="if no launch by hand is meant, `unset WORLD_SIZE LOCAL_WORLD_SIZE`)",
+        error="no launch by hand is meant, `unset WORLD_SIZE LOCAL_WORLD_SIZE",
     ),
     Row({"devices": 2}, started_by("slurm", 4, num_nodes=1, cuda=4), error="but slurm started 4 processes"),
     Row({"devices": "all"}, started_by("torchelastic", 2, cuda=4), error="ask for 4 processes on this node"),

