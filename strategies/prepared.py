@@ -74,7 +74,7 @@ class Prepared:
     def holds(self, obj: nn.Module | Optimizer) -> bool:
         """Whether `obj` is this model, a module within or around it, or an optimizer of its present parameters."""
         if isinstance(obj, nn.Module):
-            own = uncompiled(self.module)
-            return any(part is obj for part in own.modules()) or any(part is own for part in obj.modules())
+            inner = uncompiled(self.module)
+            return any(part is obj for part in inner.modules()) or any(part is inner for part in obj.modules())
         own = {id(parameter) for parameter in self.module.parameters()}
         return any(id(parameter) in own for group in obj.param_groups for parameter in group["params"])
