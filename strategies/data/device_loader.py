@@ -496,7 +496,7 @@ class DeviceLoader:
         return order.latest
 
 
-_ENTRIES = {"cut", "seed", "epoch", "start", "batches", "samples", "process", "generators"}
+_ENTRIES = {"cut", "seed", "epoch", "start", "batches", "samples", "first", "process", "generators"}
 """What the state of a loader with an order has."""
 OTHER_THREAD = (
     "A thread of the program reads it, perhaps ahead of the loop. Let workers read ahead: pass `num_workers=2` to "
