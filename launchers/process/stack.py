@@ -52,7 +52,7 @@ def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
 
 def frames_of(frame: FrameType | None) -> list[tuple[str, int, str]]:
     """The stack of a thread, innermost first."""
-    stack = walk_stack(frame) if frame is not None else ()
+    stack: Iterable[tuple[FrameType, int]] = walk_stack(frame) if frame is not None else ()
     return [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in stack]
 
 
