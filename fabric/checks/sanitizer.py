@@ -248,9 +248,9 @@ class _Watch(Check):
         if is_synchronised:
             number = float(loss.detach().sum())
             data, self._batches = self._batches or number.hex(), ""
-            *is_same, num_nonfinite = self._compare(number, data, with_modes=True)
+            is_same_data, is_same_draw, num_nonfinite = self._compare(number, data, with_modes=True)
             self._divergence.watch(number, num_nonfinite)
-            self._judge(*is_same, data)
+            self._judge(is_same_data, is_same_draw, data)
             self._end_if_over()
 
     def gradients_averaged(self, parameters: Iterable[Tensor]) -> None:
