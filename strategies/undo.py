@@ -40,7 +40,7 @@ def hold_weakly(handle: RemovableHandle) -> Callable[..., Any]:
     Python's garbage collector does not see what holds a hook of `register_post_accumulate_grad_hook`, or of a node of
     the graph: a hook that refers to its parameter would keep the whole model alive for ever (torch 2.14).
     """
-    hooks = handle.hooks_dict_ref()
+    hooks: Any = handle.hooks_dict_ref()
     hook: Callable[..., Any] = hooks[handle.id]
     hooks[handle.id] = proxy(hook, lambda _: handle.remove())
     return hook

@@ -46,7 +46,7 @@ def digest_of(tensor: Tensor) -> Tensor | None:
     all_places = _places(flat.device)
     for part in parts:
         total *= _FACTOR
-        for piece, places in zip(part.split(len(all_places[0])), all_places, strict=False):
+        for piece, places in zip(torch.split(part, len(all_places[0])), all_places, strict=False):
             bits = piece.to(torch.int64)
             bits = bits ^ (bits >> 29)  # a product alone would lose what differs in the highest bits
             total += bits.mul_(places[: bits.numel()]).sum()
@@ -79,4 +79,4 @@ def _then(total: Tensor | None, digest: Tensor | None) -> Tensor | None:
 def _places(device: torch.device) -> tuple[Tensor, ...]:
     """An odd number for each place in a chunk, in the pieces that are read at once."""
     places = torch.arange(1, _CHUNK + 1, device=device) * -0x61C8864680B583EB
-    return ((places ^ (places >> 32)) | 1).split(_PIECE if device.type == "cpu" else _CHUNK)
+    return torch.split((places ^ (places >> 32)) | 1, _PIECE if device.type == "cpu" else _CHUNK)

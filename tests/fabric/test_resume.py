@@ -6,6 +6,7 @@ import gc
 import logging
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -46,7 +47,7 @@ def train(fabric: Fabric, path: str, stops: list[int], batch_size: int, num_work
         state = {"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0, "number": 0}
         if attempt:
             fabric.load(path, state)
-        fabric._objects.schedulers[:] = [scheduler]
+        fabric._objects.schedulers[:] = [weakref.ref(scheduler)]
         number = state["number"]
         for epoch in range(state["epoch"], NUM_EPOCHS):
             for inputs, samples in loader:
