@@ -551,8 +551,8 @@ class Fabric:
         """
         inner, objects, strategy = uncompiled(module), self._objects, self.strategy
         model = next((each for each in objects.models.values() if each.holds(inner)), None)
-        is_compared = self.world_size > 1 and model and (strategy.sets_up_one_model or model.sync.is_replicated)
-        return gathered(inner, model, self.collective if is_compared else None, write)
+        is_alike = strategy.sets_up_one_model or (model is not None and model.sync.is_replicated)
+        return gathered(inner, model, self.collective, is_alike=is_alike, write=write)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Context: forward and backward of `module` do not synchronise gradients. For gradient accumulation: run the

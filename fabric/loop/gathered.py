@@ -17,11 +17,13 @@ from fabric.strategies.tensors.dtensor import as_sharded
 
 
 @contextmanager
-def gathered(module: nn.Module, prepared: Prepared | None, compared: Collective | None, write: bool) -> Iterator[None]:
+def gathered(
+    module: nn.Module, prepared: Prepared | None, ranks: Collective, *, is_alike: bool, write: bool
+) -> Iterator[None]:
     """See `Fabric.gathered`. Ranks: all, with the same module.
 
-    `prepared`: the model that has the module; None: none has. `compared`: the ranks that hold the same parameters;
-    None: there is one, or some parameters differ on purpose.
+    `prepared`: the model that has the module; None: none has. `is_alike`: whether all ranks hold the same plain
+    parameters, so that what is written into them is compared, too.
     """
     names = {"model": type(module).__name__}
     if write and prepared is not None:
@@ -45,7 +47,8 @@ def gathered(module: nn.Module, prepared: Prepared | None, compared: Collective 
         replaced = [
             name for each in places for name, (_, copy) in each.own.items() if each.present.get(name) is not copy
         ]
-        written = dict(module.named_parameters())
+        alike = {*copies.values(), *(module.parameters() if is_alike else ())}
+        written = {name: each for name, each in module.named_parameters() if each in alike}
     finally:
         for place in places:
             place.put(0)
@@ -57,11 +60,11 @@ def gathered(module: nn.Module, prepared: Prepared | None, compared: Collective 
         return
     if replaced:
         raise RuntimeError(_REPLACED.format(name=replaced[0], **names))
-    if compared is not None:
+    if prepared is not None:
         mine = dict(zip(written, numbers_of(written.values()), strict=True))
-        for rank, theirs in enumerate(compared.all_gather_object(mine)):  # in a pipeline each has some of the names
+        for rank, theirs in enumerate(ranks.all_gather_object(mine)):  # in a pipeline each has some of the names
             if differing := [name for name, digest in theirs.items() if mine.get(name, digest) != digest]:
-                raise RuntimeError(_DIFFERENT.format(name=differing[0], rank=rank, other=compared.rank, **names))
+                raise RuntimeError(_DIFFERENT.format(name=differing[0], rank=rank, other=ranks.rank, **names))
     with torch.no_grad():
         access.scatter(list(copies), list(copies.values()))
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from fabric.strategies.checkpoint.state import KeepsNamesAndShapes, StateAccess
 from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.parameters import parameters_of
-from fabric.strategies.undo import undo_all
 
 INSTEAD = (
     "write `fabric.save(path, {'model': model})`, or call `state = fabric.state_dict(model)` on every rank; on rank 0, "
@@ -57,7 +56,12 @@ def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str]
 
     handles = [part.register_state_dict_post_hook(hook) for part in module.modules()]  # type: ignore[no-untyped-call]
     handles += [part.register_load_state_dict_pre_hook(RefuseWhole()) for part in module.modules()]  # type: ignore[no-untyped-call]
-    return undo_all(handle.remove for handle in handles)
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
 
 
 class RefuseWhole(KeepsNamesAndShapes):

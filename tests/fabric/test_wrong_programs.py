@@ -846,6 +846,7 @@ NOT_FOUND: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fsdp", "model_parallel"), ("weights assigned through .data",)),
     "ddp_fully_sharded": ("rows of weights changed in place",),
     "deepspeed_stage_3": (
+        "weights changed in forward",
         "weights changed in place",
         "weights clamped through .data",
         "weights assigned through .data",
@@ -872,7 +873,7 @@ SENTENCES = {
         "(1 of 1 on rank 1, 0 of 1 on rank 0). It is the first comparison. Call `model.train()` and `model.eval()`",
     ),
     **dict.fromkeys(
-        ((name, "weights changed in forward") for name in ("fsdp", "ddp_fully_sharded", "deepspeed_stage_3")),
+        ((name, "weights changed in forward") for name in ("fsdp", "ddp_fully_sharded")),
         "ended with values of `key.0.weight` that its parameter does not have",
     ),
     ("fsdp", "parameter replaced after setup"): "ended with values of `2.weight` that its parameter does not have",
