@@ -222,13 +222,11 @@ $(LINT)/copy.done: $(LINT)/lint.done $(shell find fabric strategies launchers -n
 	$(ALONE) $(LINT)/bin/python $(PIP_INSTALL) --no-deps --force-reinstall .
 	touch $@
 
-# Other people's packages are resolved together and once, each at its newest; ours goes beside them. litgpt would hold
-# transformers back to 5.3: it comes without what it needs, of which only jsonargparse is not here already.
+# Other people's packages are resolved together and once; ours goes beside them.
 $(CLIENTS)/test.done: $(CLIENTS)/torch.done $(SAYS)
-	$(CLIENTS)/bin/python $(PIP_INSTALL) 'accelerate>=1.15' 'datasets>=5' 'jsonargparse[signatures]>=4.37,<=4.41' \
-	    'lightning>=2.6.6' 'peft>=0.21' 'pytest>=8' 'pytest-timeout>=2.3' 'rich>=14.1' 'setuptools>=77' 'torchao>=0.18' \
-	    'transformers>=5.24' gymnasium pytorch-optimizer schedulefree tensordict torch-geometric vector-quantize-pytorch
-	$(CLIENTS)/bin/python $(PIP_INSTALL) --no-deps 'litgpt>=0.5.13'
+	$(CLIENTS)/bin/python $(PIP_INSTALL) 'datasets>=4,<5' 'lightning>=2.6.6,<2.7' 'litgpt>=0.5.13,<0.6' \
+	    'peft>=0.19,<1' 'pytest>=8' 'pytest-timeout>=2.3' 'rich>=14.1' 'setuptools>=77' 'torchao>=0.18,<0.19' \
+	    'transformers>=5.3,<6' gymnasium pytorch-optimizer schedulefree tensordict torch-geometric vector-quantize-pytorch
 	$(ALONE) $(CLIENTS)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '.[deepspeed,fairscale]'
 	touch $@
 

@@ -41,7 +41,7 @@ def listen(listener: Callable[[str, str], object] | None) -> None:
 
 
 class Finder(MetaPathFinder):
-    """Finds torch, once."""
+    """Finds torch, until it is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -50,11 +50,13 @@ class Finder(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
+        sys.meta_path.insert(0, self)  # a program may ask where torch is before it imports it
         assert spec is not None
         assert spec.loader is not None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            sys.meta_path.remove(self)
             load_libraries()
             execute(module)
             if HAS_DRIVER:
