@@ -50,13 +50,13 @@ test-thorough: environment  ## All tests that need no environment of their own
 # them: tests that name the kernels, or optimizers that have none, and those of a forward, a refusal or a program; also
 # stages, whose parameters are whole or DTensors as elsewhere, and checkpoints of one strategy under another, for the
 # suite saves and loads what was stepped.
-STEPS := $(addprefix tests/strategies/,ddp fairscale fsdp gradients manual model_parallel module precision sharding) \
+STEPS := $(addprefix tests/strategies/,ddp fairscale fsdp gradients manual model_parallel module optimizers precision sharding) \
     tests/harness/test_worlds.py tests/conformance/test_strategies.py \
     --deselect tests/conformance/test_strategies.py::test_ranks_that_are_forks $(addprefix --ignore tests/strategies/,\
     gradients/test_sparse.py model_parallel/test_context_parallel.py model_parallel/pipeline \
     module/test_activation_checkpointing.py module/test_compile.py module/test_forward.py module/test_memory_formats.py \
     module/test_outputs.py module/test_reentrant.py module/test_wrap_policy.py precision/test_output_dtype.py \
-    sharding/test_execution_order.py sharding/test_owners.py sharding/test_resharded_roots.py)
+    sharding/test_execution_order.py optimizers/test_owners.py sharding/test_resharded_roots.py)
 KERNELS ?= foreach fused
 test-kernels: environment  ## What steps optimizers, with foreach as their default, and with fused
 	$(RUN)/bin/python -m pytest $(AT_A_TIME) -m 'not thorough' $(KERNELS:%=--optimizers %) $(STEPS) $(PYTEST_ARGS)
@@ -106,7 +106,7 @@ ON_BOTH := $(addprefix tests/,\
     fabric/loop/test_accumulation.py fabric/loop/test_evaluation.py fabric/checks/test_nonfinite.py \
     fabric/test_loops.py strategies/ddp/test_comm_hooks.py strategies/ddp/test_strategy.py strategies/gradients/test_traps.py \
     strategies/model_parallel/test_context_parallel.py strategies/model_parallel/pipeline/test_schedule.py \
-    strategies/sharding/test_mixed_groups.py strategies/sharding/test_resharded_roots.py \
+    strategies/optimizers/test_mixed_groups.py strategies/sharding/test_resharded_roots.py \
     fabric/configure/test_machine.py fabric/loop/test_seed.py strategies/collectives/test_process_group.py strategies/data/test_transfer.py)
 
 test-on-device: $(DEVICE)/test.done

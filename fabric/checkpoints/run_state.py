@@ -18,15 +18,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric.checkpoints.loader_positions import LoaderPositions
-from fabric.loop.seed import device_rngs
 from fabric.loop.setup import SetUp
+from fabric.strategies.accelerators.registry import device_rngs
 from fabric.strategies.checkpoint.state import is_stateful, uncompiled
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 from fabric.strategies.checkpoint.values import pointer
 from fabric.strategies.data.device_loader import DeviceLoader
-from fabric.strategies.data.rng import Rng, process_rngs
+from fabric.strategies.data.rng import process_rngs
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.tensors.rng import Rng
 
 
 @final

@@ -34,7 +34,7 @@ from fabric.checks.nonfinite import Divergence
 from fabric.checks.steps import StepCounter
 from fabric.checks.training_state import Parameters, gradients_of, modes_of, names_in, options_of, weights_and_states
 from fabric.checks.unprepared import UnpreparedOptimizers
-from fabric.loop.seed import device_rngs
+from fabric.strategies.accelerators.registry import device_rngs
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.collectives.c10d_check import compare_collectives
 from fabric.strategies.data.rng import digest, torch_rng

@@ -1,4 +1,4 @@
-"""One seed for all random generators of a process, and the generators of its devices.
+"""One seed for all random generators of a process.
 
 Nothing is written to the environment: the generators themselves are the only state.
 """
@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
 
 import torch
-
-from fabric.strategies.data.rng import Rng
 
 
 def seed_everything(seed: int, workers: bool = True) -> int:
@@ -39,24 +36,3 @@ def seed_everything(seed: int, workers: bool = True) -> int:
 
         seed_device()
     return seed
-
-
-def device_rngs(devices: Iterable[torch.device]) -> list[Rng]:
-    """The generators of devices that are in use, in their order. The CPU's is a generator of the process."""
-    return [_device_rng(device) for device in devices if device.type != "cpu"]
-
-
-def _device_rng(device: torch.device) -> Rng:
-    if device.type == "xla":
-        from fabric.strategies.xla.device import device_rng
-
-        return Rng(*device_rng())
-    module = torch.get_device_module(device)
-    if device.type == "mps":  # one device; its functions take no index
-        return Rng(module.get_rng_state, module.set_rng_state, module.manual_seed)
-    index = device.index or 0
-    return Rng(
-        read=lambda: module.get_rng_state(index),
-        write=lambda state: module.set_rng_state(state, index),
-        seed=module.manual_seed_all,
-    )

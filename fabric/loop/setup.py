@@ -30,9 +30,9 @@ from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.deferred_init import initialize_empty
 from fabric.strategies.module.same_model import refuse_different_models
+from fabric.strategies.optimizers.owners import needs_owners
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.owners import needs_owners
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.tensors.dtensor import user_class
 from fabric.strategies.tensors.parameters import parameters_of

@@ -12,24 +12,15 @@ import hashlib
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-
-@dataclass(frozen=True, slots=True)
-class Rng:
-    """A random generator: functions that read its state, write it, and seed it."""
-
-    read: Callable[[], Any]
-    """Returns the state, as types that a checkpoint holds: tensors, numbers, strings, tuples and dictionaries."""
-    write: Callable[[Any], object]
-    seed: Callable[[int], object]
+from fabric.strategies.tensors.rng import Rng
 
 
 def mix(*parts: object) -> int:

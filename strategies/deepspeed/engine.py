@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.deepspeed.state import as_changed
 from fabric.strategies.gradients.clipping import norm_of, over_ranks
 from fabric.strategies.gradients.scaling import Factor, multiply
 from fabric.strategies.gradients.sync import Finish, GradientSync
-from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.outputs import outputs_in

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Adafactor, Muon, Optimizer
 
 from fabric.strategies.capabilities import Capability
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
 from fabric.strategies.fairscale.fsdp_shards import (
     IN_SLICES,
     SlicedState,
@@ -40,11 +41,10 @@ from fabric.strategies.fairscale.library import (
     why_not,
 )
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.module.buffers import broadcast_from_rank_zero
-from fabric.strategies.module.prepare import attach_scaler, place, replica
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching
 from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepare import attach_scaler, place, replica
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime

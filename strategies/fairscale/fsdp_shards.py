@@ -27,8 +27,8 @@ from fabric.strategies.checkpoint.state import PLAIN, KeepsNamesAndShapes, State
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.sharding.owners import refuse_part
-from fabric.strategies.sharding.owners_state import held_state
+from fabric.strategies.optimizers.owners import refuse_part
+from fabric.strategies.optimizers.owners_state import held_state
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.undo import undo_all

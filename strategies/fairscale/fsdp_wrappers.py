@@ -30,11 +30,11 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
 from fabric.strategies.fairscale.fsdp_shards import ModuleHook, conceal, holds_local, plain_of, reveal
 from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, root_logger_untouched
 from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
-from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.outputs import outputs_in

@@ -16,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 
 from fabric.launchers.private_names import Names, require
 from fabric.strategies.gradients import clipping
-from fabric.strategies.gradients.elementwise import refuse_dependent
+from fabric.strategies.optimizers.elementwise import refuse_dependent
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target
 

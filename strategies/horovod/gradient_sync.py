@@ -9,10 +9,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.gradients.clipping import NONE, kind_of, on_gradient, refuse_sparse
 from fabric.strategies.gradients.sync import Finish, GradientSync
-from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.tensors.packing import exchange
 from fabric.strategies.torch_internals import after_backward

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.clipping import on_gradient
 from fabric.strategies.gradients.sync import GRAPH_OF_GRADIENTS, INPUTS_OF_SHARDS, Finish, GradientSync, end_reducer
 from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.state import own_parameters
-from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.sharding.first_gather import FirstGather
 from fabric.strategies.sharding.mesh import along, axes_of, degree

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.module.init_calls import NotedCalls, repeat_call, take_calls
-from fabric.strategies.sharding.whole_draws import WholeDraws
+from fabric.strategies.module.whole_draws import WholeDraws
 from fabric.strategies.tensors.dtensor import local_part, user_class
 
 _RESET = ("reset_parameters", "_reset_parameters")

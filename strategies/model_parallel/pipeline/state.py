@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, no_shards, replicated
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.gradients.elementwise import updates_each
+from fabric.strategies.optimizers.elementwise import updates_each
 from fabric.strategies.tensors.packing import Spec
 from fabric.strategies.tensors.parameters import parameters_of
 
