@@ -979,7 +979,7 @@ class Fabric:
         return self._progress
 
     def _forget(self) -> None:
-        """Drop all references to what was set up."""
+        """Drop all references to the objects that were set up."""
         self._progress_in_words()
         self._moments.clear()
         self._accumulation.release()

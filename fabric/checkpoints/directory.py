@@ -60,7 +60,7 @@ class Name:
 
 @final
 class CheckpointDirectory:
-    """A folder, or an address for fsspec, of the checkpoints of one run, of which the last and the best are kept.
+    """A folder, or an address for fsspec, of the checkpoints of one run. The last and the best ones are kept.
 
     `keep_last`: how many of the newest, 1 or more. `keep_best`: how many besides, of those with a `metric`. `best`:
     which metric that is, "min" or "max". A checkpoint is removed only once a newer one is complete. What is not
@@ -105,9 +105,9 @@ class CheckpointDirectory:
         wrong = fabric.collective.broadcast_object(self._wrong(step, metric))
         if wrong is not None:
             raise ValueError(wrong)
-        fabric.wait_for_save()  # what it has not completed yet would be taken for the remains of a dead job
-        folder = from_rank_zero(fabric.collective, self._storage, lambda: self._next(step, metric))
-        return fabric.save(
+        fabric.wait_for_save()  # a checkpoint that it has not completed yet would be taken for the remains of a dead
+        job folder = from_rank_zero(fabric.collective, self._storage, lambda: self._next(step, metric)) return
+        fabric.save(
             self._storage.inside(folder).path,
             state,
             filter,

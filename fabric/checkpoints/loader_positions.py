@@ -1,6 +1,6 @@
 """The positions of data loaders in a checkpoint: saved for loaders that have a state, left out for others.
 
-`LoaderStates` is for those that the user's state names, `LoaderPositions` for all others of the run.
+`LoaderStates` is for the loaders that the user's state names, `LoaderPositions` for all other loaders of the run.
 
 If the ranks split one order of samples, rank 0's state is that of all. If each rank reads data of its own, the
 checkpoint has the state of every rank: each writes the tensors of its own, and reads only them.

@@ -34,8 +34,8 @@ from fabric.strategies.tensors.rng import Rng
 class RunState:
     """Reads what is added to a checkpoint of `state`, and restores it.
 
-    Schedulers and loaders that `state` names are saved there only, and of optimizers the number of steps of those that
-    it names.
+    Schedulers and loaders that `state` names are saved there only. The numbers of steps are those of the optimizers
+    that it names.
     """
 
     def __init__(self, runtime: Runtime, set_up: SetUp, state: Any, reported: set[str]) -> None:

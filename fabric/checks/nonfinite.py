@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fabric.checks.check import Check
-from fabric.checks.steps import StepCounter
+from fabric.checks.check import Check, StepCounter
 from fabric.strategies.checkpoint.state import Stateful
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.precision.loss_scaler import all_finite

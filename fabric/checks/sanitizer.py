@@ -28,10 +28,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fabric.checks.agreement import Fact, SanitizerError, Value, compare
-from fabric.checks.check import Check, Moments
+from fabric.checks.check import Check, Moments, StepCounter
 from fabric.checks.forward_weights import ForwardWeights
 from fabric.checks.nonfinite import Divergence
-from fabric.checks.steps import StepCounter
 from fabric.checks.training_state import Parameters, gradients_of, modes_of, names_in, options_of, weights_and_states
 from fabric.checks.unprepared import UnpreparedOptimizers
 from fabric.strategies.accelerators.registry import device_rngs

@@ -140,7 +140,7 @@ def _to_look_at(wanted: str | Accelerator) -> tuple[Accelerator, ...]:
 
 
 def _packages(wanted: str | Strategy) -> Mapping[str, str]:
-    """The strategies that `auto` chooses need no package beyond those of their accelerator."""
+    """The strategies that `auto` chooses need no package beyond the packages of their accelerator."""
     if wanted == "auto":
         return {}
     return (make_strategy(wanted) if isinstance(wanted, str) else wanted).look_for_packages()

@@ -262,7 +262,7 @@ class Fabric:
         return self.core.autocast()
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Run backward, and average gradients over the ranks: those of what was set up."""
+        """Run backward, and average the gradients of the models that were set up over the ranks."""
         if self._models or self._hooks:
             self.core.backward(tensor, *args, model=prepared(model), **kwargs)
         else:

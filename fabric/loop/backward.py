@@ -23,7 +23,7 @@ from fabric.strategies.gradients.sync import backward_through
 from fabric.strategies.precision.forward_precision import casts
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.tensors.autograd_graph import goes_through
+from fabric.strategies.tensors.nests import goes_through
 
 
 @final
@@ -172,7 +172,7 @@ _EXPLAINED = {
     "returned an invalid gradient": _IN_SHARDS,  # of DeepSpeed and of FairScale
     "out of bounds for storage of size 0": _FREED,
 }
-"""Words of errors of torch, and what is said besides."""
+"""Words in errors of torch, and the sentence that is added to each."""
 _SYNCED_IN_PART = (
     "`fabric.backward(loss, weight=..., model=[...])` while some of the models are within `no_backward_sync` and "
     "others are not. Enter `no_backward_sync` for all of them, or pass all of them to `accumulate`."

@@ -18,8 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.checks.check import Moments
-from fabric.checks.steps import StepCounter
+from fabric.checks.check import Moments, StepCounter
 from fabric.checks.unprepared import UnpreparedOptimizers
 from fabric.loop.accumulation import Accumulation
 from fabric.loop.weighting import ClosureLoss, Weighting
@@ -100,7 +99,7 @@ class SetUp:
                 attached.push(each)
 
     def forget(self) -> None:
-        """Drop all references to what was set up."""
+        """Drop all references to the objects that were set up."""
         for known in (self._models, self.optimizers, self.schedulers, self.loaders, self.steps, self.counters):
             known.clear()  # others have them too
         self.bare.release()

@@ -21,7 +21,7 @@ from fabric.strategies.data.share import Share
 
 @final
 class DrawsApart:
-    """Parts the generators of one rank from those of other shares."""
+    """Makes the generators of one rank differ from those of other shares."""
 
     def __init__(self) -> None:
         self._states: dict[str, bytes] = {}
@@ -33,7 +33,7 @@ class DrawsApart:
     def agree(
         self, share: Share, num_ranks: int, start: Callable[[Sequence[float]], Callable[[], Sequence[float]]]
     ) -> None:
-        """Find which generators are in the same state on all ranks. Ranks: all. `start`: as that of `Votes`."""
+        """Find which generators are in the same state on all ranks. Ranks: all. `start`: see `Votes.start`."""
         if share.count == 1 or not self.is_on:
             return
         self._seeded = _seeded()

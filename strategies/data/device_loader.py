@@ -17,10 +17,9 @@ from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import PreparedStream
 from fabric.strategies.data.loop_progress import Iteration, LoopProgress
 from fabric.strategies.data.partition import Cut
-from fabric.strategies.data.positions import Resumable
+from fabric.strategies.data.positions import Resumable, length_of
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
-from fabric.strategies.data.take import length_of
 from fabric.strategies.data.transfer import Carry, one_by_one
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart

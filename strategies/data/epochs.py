@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
+from fabric.strategies.data.positions import length_of, once
 from fabric.strategies.data.rng import Streams, digest, mix, preserved_rngs, read_all, write_all
-from fabric.strategies.data.take import length_of, once
 from fabric.strategies.tensors.rng import Rng
 
 T = TypeVar("T")

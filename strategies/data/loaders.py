@@ -33,11 +33,10 @@ from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.iterable import PreparedStream, SplitStream, split_stream
 from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.partition import Cut, RoundRobinCut, SampleCut
-from fabric.strategies.data.positions import own_position
+from fabric.strategies.data.positions import length_of, own_position
 from fabric.strategies.data.rng import own_rngs, process_rngs, torch_rng, write_all
 from fabric.strategies.data.share import Share, Uneven, Use
 from fabric.strategies.data.split import parts_of, split_of
-from fabric.strategies.data.take import length_of
 from fabric.strategies.data.transfer import Carry, one_ahead, one_by_one
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import SeededDataset, WorkerStart, advice

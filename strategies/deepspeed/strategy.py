@@ -320,7 +320,7 @@ def _remember(objects: Iterable[Any]) -> Callable[[], None]:
 
 
 def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, stage: int) -> None:
-    """Raise ValueError if an engine would not do what was requested."""
+    """Raise ValueError if an engine would ignore a request."""
     name = type(module).__name__
     if stage == 3 and uncompiled(module) is not module:
         raise ValueError(_COMPILED)

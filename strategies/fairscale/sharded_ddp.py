@@ -45,8 +45,7 @@ from fabric.strategies.fairscale.library import (
     why_not,
 )
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.gradients.reentrant import one_gradient_each
-from fabric.strategies.gradients.sync import CallModule, Finish, GradientSync
+from fabric.strategies.gradients.sync import CallModule, Finish, GradientSync, one_gradient_each
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.optimizers.owners import refuse_part

@@ -68,9 +68,8 @@ class GradientSync(ABC):
 
     @property
     def is_replicated(self) -> bool:
-        """Whether it is known that all ranks hold the same whole parameters, and average their gradients over all.
-
-        For strategies of which not every model does.
+        """Whether all ranks are known to hold the same whole parameters, and to average their gradients over all ranks.
+        Not every model of a strategy does.
         """
         return False
 
@@ -203,3 +202,21 @@ def end_reducer(parallel: DistributedDataParallel) -> None:
     # DistributedDataParallel is part of a reference cycle, so dropping it is not enough.
     for name in ("logger", "reducer"):
         vars(parallel).pop(name, None)
+
+
+def one_gradient_each(parameters: Iterable[Tensor]) -> Finish:
+    """Watch a backward: what this returns is called after it, and raises RuntimeError if a parameter got several.
+
+    Cost: a hook of each parameter, so that strategies watch their first backward only.
+    """
+    arrived: list[Tensor] = []
+    trained = (each for each in parameters if each.requires_grad)
+    hooks = [each.register_post_accumulate_grad_hook(arrived.append) for each in trained]  # type: ignore[no-untyped-call]
+
+    def finish() -> None:
+        for hook in hooks:
+            hook.remove()
+        if len(arrived) > len(set(arrived)):
+            raise RuntimeError("This backward gave parameters several gradients, of which the first is averaged alone.")
+
+    return finish

@@ -24,7 +24,7 @@ from fabric.strategies.gradients.sync import GRAPH_OF_GRADIENTS, INPUTS_OF_SHARD
 from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.state import own_parameters
 from fabric.strategies.module.changes import AddedParameters
-from fabric.strategies.sharding.first_gather import FirstGather
+from fabric.strategies.sharding.fully_sharded import FirstGather
 from fabric.strategies.sharding.mesh import along, axes_of, degree
 from fabric.strategies.tensors.dtensor import as_sharded
 

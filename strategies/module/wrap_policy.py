@@ -1,4 +1,5 @@
-"""Which submodules an option applies to: the blocks of the model, those of some classes, or chosen by a function."""
+"""The submodules that an option applies to: the model's blocks, submodules of some classes, or those that a function
+chooses."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
-from fabric.strategies.sharding.first_gather import FirstGather
+from fabric.strategies.sharding.fully_sharded import FirstGather
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.mesh_averaging import MeshAveraging
 from fabric.strategies.sharding.reductions import Reductions

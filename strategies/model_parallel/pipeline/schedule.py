@@ -80,7 +80,7 @@ class Stages:
         """The shapes of the last batch, and torch's schedule for them: for training, and for evaluation."""
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward of the user's model; `function`: its original forward, of which only the signature is used."""
+        """The forward of the user's model. Of `function`, its original forward, the signature alone is used."""
         batch = _read(function, args, kwargs)
         if casts(self.runtime.precision):
             batch = _Batch(*cast_inputs(self.runtime.precision, (batch.args, batch.kwargs, batch.target)))
@@ -137,7 +137,8 @@ class Stages:
         return outputs
 
     def _schedule_for(self, batch: _Batch, *, trains: bool) -> tuple[Any, bool]:
-        """A schedule receives into buffers of fixed shapes: that of the last call, or a new one if shapes changed.
+        """A schedule receives into buffers of fixed shapes. The schedule of the last call, or a new one if shapes have
+        changed.
 
         Also returns whether it is new: its first step infers the shapes.
         """

@@ -43,7 +43,7 @@ class WholeModel:
         self.groups: dict[Optimizer, _Groups] = {}
 
     def leave(self, optimizers: Sequence[Optimizer]) -> None:
-        """Remove the parameters that the model has no more, those of other ranks' stages, from the optimizers.
+        """Remove the parameters of other ranks' stages, which the model no longer has, from the optimizers.
 
         Raises: ValueError: an optimizer that needs all parameters in one step, such as LBFGS.
         """
@@ -144,7 +144,8 @@ class PipelineState(StateAccess):
         return self.whole.groups[optimizer]
 
     def _pieces(self, mine: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The entries of all ranks of `line`, tensors as `TensorShards`: without values those of other stages."""
+        """The entries of all ranks of `line`, with tensors as `TensorShards`: the tensors of other stages have no
+        values."""
         own = {key: self._piece(value) for key, value in mine.items()}
         whole: dict[Any, Any] = {}
         for described in self.line.all_gather_object({key: _without_values(value) for key, value in own.items()}):
