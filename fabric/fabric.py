@@ -14,13 +14,14 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.checks.check import Moments
-from fabric.checks.nonfinite import GradientGuard, OnNonfinite
+from fabric.checks.check import Check, Moments
+from fabric.checks.nonfinite import Divergence, GradientGuard, OnNonfinite
 from fabric.checks.sanitizer import Sanitize, Sanitizer
 from fabric.configure.arguments import check_limits, check_loader_options, check_module, check_optimizers, check_word
 from fabric.configure.determinism import determinism
@@ -40,13 +41,13 @@ from fabric.loop.setup import SetUp
 from fabric.loop.stop import StopRequest
 from fabric.loop.weighting import Weighting, average_over_ranks
 from fabric.output.callbacks import call
-from fabric.output.loggers.logger import metric_writer
+from fabric.output.loggers.logger import metric_writer, report_open_run
 from fabric.output.progress.iteration import progress
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful, uncompiled
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.call_check import check_call
-from fabric.strategies.collectives.collective import Collective, ReduceOp
+from fabric.strategies.collectives.collective import Collective, CollectiveError, ReduceOp
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.collectives.padding import pad_across_ranks
 from fabric.strategies.collectives.rank_zero_first import rank_zero_first
@@ -137,7 +138,7 @@ class Fabric:
         self._request = request
         self._place: World | None = self._configuration.world  # set once this process is a rank, and kept after `close`
         self._open = ExitStack()
-        self._moments, self._accumulation = Moments(), Accumulation()
+        self._moments = Moments()
         self._runtime: Runtime | None = None
         self._set_up: SetUp | None = None
         self._backward: LossBackward | None = None
@@ -146,8 +147,8 @@ class Fabric:
         self._opened_checkpoints: Checkpoints | None = None
         self._progress = ""
         self.draws_apart = True
-        """Whether ranks that read different data draw different random numbers once a model is set up, if all of them
-        had the same generators. Read when the fabric is launched."""
+        """Whether ranks that read different data draw different random numbers, from the first batch or forward on, if
+        all of them had the same generators. Read when the fabric is launched."""
 
     # Who and where
 
@@ -227,7 +228,9 @@ class Fabric:
         `function(fabric, *args, **kwargs)` on every rank, and return the result of rank 0, its tensors on the CPU.
 
         Under an external launcher every process returns the result of its own rank.
-        Raises: WorkerError: a rank raised, died, or exited without a result; the first failure is reported.
+        Raises: WorkerError: a rank raised, died, or exited without a result; the first failure is reported. Its
+        `__cause__` is the exception of that rank. A sweep that expects it (optuna's `TrialPruned`) writes
+        `except WorkerError as error: raise error.__cause__ or error`. One process raises the exception itself.
         """
         if self._runtime is not None:
             raise RuntimeError(
@@ -243,7 +246,10 @@ class Fabric:
             function=function,
             world=self._place,
             max_restarts=chosen.max_restarts,
+            device_type=chosen.accelerator.name,
         )
+        if chosen.topology.size > 1 and self._place is None:
+            report_open_run(sys.modules)
         if function is None:
             self._connect(launcher.enter())
             return None
@@ -320,7 +326,7 @@ class Fabric:
         Weights are broadcast from rank 0. `optimizer.step_was_skipped` is True after a step that the loss scaler
         skipped because gradients overflowed in float16. A parameter of an optimizer that belongs to no module (a
         temperature) is averaged like the others.
-        From the next batch of a prepared loader or the next forward on, ranks that read different data draw different
+        From the first batch of a prepared loader or the next forward on, ranks that read different data draw different
         random numbers (dropout, noise), and ranks that hold parts of one model draw the same; both follow from the
         seed.
         Raises: ValueError: an object was set up before, or the strategy does not support a parameter of an optimizer.
@@ -329,7 +335,7 @@ class Fabric:
         check_module(module)
         check_optimizers(optimizers)
         prepared = self._objects.model(module, optimizers, move=move_to_device)
-        self._objects.schedulers += [scheduler] if is_stateful(scheduler) else []
+        self._objects.schedulers += [ref(scheduler)] if is_stateful(scheduler) else []
         self._loss_backward.models_changed()
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
@@ -519,7 +525,7 @@ class Fabric:
             raise ValueError(self.strategy.lacks["ema"])
         return MovingAverage(prepared, decay)
 
-    def gathered(self, module: nn.Module) -> AbstractContextManager[None]:
+    def gathered(self, module: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
         """Context: the parameters of a prepared model, or of a submodule of it, are whole, also where the strategy has
         them in shards. For what reads weights outside of forward, such as a penalty in the loss:
 
@@ -530,10 +536,23 @@ class Fabric:
 
         There they are copies of the shards, through which gradients flow, averaged over the ranks as those of forward;
         elsewhere the parameters themselves. Do not call the model within.
+        `write=True`: for what changes weights, such as a mask after a step. Every rank writes the same values:
+
+            optimizer.step()
+            with torch.no_grad(), fabric.gathered(model, write=True):
+                model.head.weight.mul_(mask)
+
+        At its end the ranks compare what they have, and write it into the shards and into the weights that an engine
+        trains. `model.state_dict()` is whole within, and `model.load_state_dict(whole)` is right in the second form.
+        After an exception within, nothing is written into shards.
         Ranks: all, with the same module. Memory: the copies, until backward if they are in the loss.
-        Raises: RuntimeError: a copy was changed in place, which would be lost.
+        Raises: RuntimeError: a copy was changed in place without `write=True`; or, on every rank, ranks have written
+        other values, such as rank 0 alone.
         """
-        return gathered(uncompiled(module), self._objects.state_access(uncompiled(module)))
+        inner, objects, strategy = uncompiled(module), self._objects, self.strategy
+        model = next((each for each in objects.models.values() if each.holds(inner)), None)
+        is_alike = strategy.sets_up_one_model or (model is not None and model.sync.is_replicated)
+        return gathered(inner, model, self.collective, is_alike=is_alike, write=write)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Context: forward and backward of `module` do not synchronise gradients. For gradient accumulation: run the
@@ -548,7 +567,7 @@ class Fabric:
     def clip_gradients(
         self,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
         clip_val: float | None = None,
         max_norm: float | None = None,
         norm_type: float | int = 2.0,
@@ -556,24 +575,30 @@ class Fabric:
     ) -> Tensor | None:
         """Clip each gradient to `[-clip_val, clip_val]`, or scale all so that their norm over all shards is `max_norm`.
 
-        Returns the norm before clipping, for `max_norm`. Under a precision that scales losses, gradients are unscaled
-        first, and a norm that is not finite skips the next step instead of raising.
+            fabric.clip_gradients(model, max_norm=1.0)  # all of the model, by one norm
+            fabric.clip_gradients(model, [first], max_norm=1.0)  # those of one of its two optimizers alone
+
+        `optimizer`: None: the gradients of all parameters of the model that optimizers step, by their common norm.
+        Several: those of these, together. One: those of this one, which must be all of the model's.
+        Returns the norm before clipping, for `max_norm`; of half precision in float32. Under a precision that scales
+        losses, gradients are unscaled first, and a norm that is not finite skips the next step of all these optimizers
+        instead of raising.
         On an accelerator `error_if_nonfinite=True` waits for the device once: the error comes before weights change.
         With False nothing waits, and a norm that is not finite makes all gradients NaN, and with the step all weights.
+        Raises: ValueError: one optimizer, not in a list, of several that step the model; an optimizer of another model.
         """
         check_limits(clip_val, max_norm)
         prepared = self._objects.prepared(module, "clip_gradients")
-        if optimizer not in self._objects.optimizers:
-            raise ValueError("`clip_gradients` was given an optimizer that was not set up. Pass it to `fabric.setup`.")
+        optimizers = self._objects.clipped_together(prepared, optimizer)
         if clip_val is not None:
-            prepared.clip_value(optimizer, float(clip_val))
+            prepared.clip_value(optimizers, float(clip_val))
             return None
         assert max_norm is not None
         if self._guard is None:
-            return prepared.clip_norm(optimizer, float(max_norm), float(norm_type), error_if_nonfinite)
-        norm = prepared.clip_norm(optimizer, float(max_norm), float(norm_type), False)
+            return prepared.clip_norm(optimizers, float(max_norm), float(norm_type), error_if_nonfinite)
+        norm = prepared.clip_norm(optimizers, float(max_norm), float(norm_type), False)
         if self._connected.loss_scaler is None:  # which knows already
-            self._guard.note_norm(optimizer, norm)
+            self._guard.note_norm(optimizers, norm)
         return norm
 
     def guard_gradients(self, on_nonfinite: OnNonfinite | None) -> None:
@@ -727,8 +752,8 @@ class Fabric:
 
         With several optimizers: of the one that has stepped most.
         """
-        steps = [] if self._set_up is None else [*self._set_up.steps.values()]
-        return max((each.num_steps for each in steps), default=0)
+        counters = [] if self._set_up is None else self._set_up.counters
+        return max((each.num_steps for each in counters), default=0)
 
     def save(
         self,
@@ -925,8 +950,10 @@ class Fabric:
             stack.callback(atexit.unregister, self._close_at_exit)
             self._open = stack.pop_all()
         self._runtime = runtime
+        runtime.apart.is_on = self.draws_apart
         self._place = world if world.size > 1 else None
         self._moments, weighting = Moments(changed=self._follow_batches), Weighting(runtime)
+        self._accumulation = Accumulation()
         self._set_up = SetUp(
             runtime,
             chosen.strategy,
@@ -934,17 +961,17 @@ class Fabric:
             self._accumulation,
             weighting,
             self._open,
-            draws_apart=self.draws_apart,
         )
         self._backward = LossBackward(runtime, self._set_up, self._accumulation, weighting, self._moments)
         self._open.callback(self._forget)  # before the teardown: models hold on to the process group
+        self._open.callback(self._set_up.detach)
         self._moments.add(*self._request.checks, *self._sanitizer(world))
         for moment in self._moments.connected:
             moment(runtime)
 
     def _progress_in_words(self) -> str:
         """How far the loop is, or was when the fabric was closed, for reports. Any thread calls it."""
-        if self._set_up is not None and self._set_up.steps:
+        if self._set_up is not None and self._set_up.counters:
             self._progress = f"after {self.num_steps} step{'s' * (self.num_steps != 1)}"
             if self._runtime is not None and self._runtime.forward_communicates:
                 models = list(self._set_up.models.values())
@@ -952,7 +979,7 @@ class Fabric:
         return self._progress
 
     def _forget(self) -> None:
-        """Drop all references to what was set up."""
+        """Drop all references to the objects that were set up."""
         self._progress_in_words()
         self._moments.clear()
         self._accumulation.release()
@@ -963,6 +990,8 @@ class Fabric:
         try:
             self.close()
         except BaseException as error:
+            if isinstance(error, CollectiveError) and error.rank in error.lost:
+                return  # the other ranks were not at their end, and raise; this one has its own exit code
             sys.excepthook(type(error), error, error.__traceback__)
             # Python prints the exception of an exit function, but exits with code 0 (3.13).
             atexit.unregister(self._close_at_exit)
@@ -970,23 +999,29 @@ class Fabric:
             close_files()
             os._exit(1)
 
-    def _sanitizer(self, world: World) -> list[Sanitizer]:
+    def _sanitizer(self, world: World) -> list[Check]:
         """What compares the ranks. Not on devices that record a step: reading a number would end its graph there."""
-        strategy = self.strategy
-        if self._request.sanitize is False or world.size == 1 or strategy.marks_steps:
+        strategy, objects = self.strategy, self._objects
+        if self._request.sanitize is False or strategy.marks_steps:
             return []
+        divergence = Divergence(objects.steps, lambda: objects.models.values())
+        if world.size == 1:
+            return [divergence]
         return [
+            divergence,
             Sanitizer(
                 self._request.sanitize,
                 self._moments,
-                self._objects.steps,
-                self._objects.models.values(),
+                objects.steps,
+                objects.state_access,
+                objects.unprepared,
+                divergence,
                 is_comparable=lambda model: strategy.sets_up_one_model or model.sync.is_replicated,
                 has_whole_gradients=lambda model: (
                     model.trained is None and (model.sync.is_replicated or not strategy.in_shards)
                 ),
                 sees_collectives=strategy.uses_process_groups,
-            )
+            ),
         ]
 
     def _follow_batches(self) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fabric.launchers.external import External, inline
-from fabric.launchers.fork import NO_NEXT_LINE, Fork
+from fabric.launchers.fork import Fork
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.process.program import imported_script, this_program
+from fabric.launchers.process.program import imported_script, this_program, who_goes_on
 from fabric.launchers.processes import Processes, forkserver
 from fabric.launchers.rank.fork_safety import fork_is_safe
 from fabric.launchers.registry import launcher_row
@@ -29,11 +29,12 @@ def choose_launcher(
     function: Callable[..., Any] | None,
     world: World | None,
     max_restarts: int = 0,
+    device_type: str | None = None,
 ) -> Launcher:
     """The launcher of a name; for `auto` one that works in this process.
 
     `world`: the place of this process, if an external launcher or an earlier launch has made it a rank. `max_restarts`:
-    how often `elastic` starts all ranks again.
+    how often `elastic` starts all ranks again. `device_type`: what ranks use; None: any that there is.
     Raises: ValueError: no launcher has this name, or it does not work here.
     """
     file = imported_script()
@@ -46,21 +47,26 @@ def choose_launcher(
     if world is not None:
         return External(world)
     row = None if word == "auto" else launcher_row(word)
-    if word == "elastic" and function is not None:
-        return Processes(topology, "elastic", forkserver(topology).start, max_restarts)
-    if word == "elastic":
-        return Script(topology, word, max_restarts)
-    if topology.size == 1 and not topology.redirects_output:
+    if topology.size == 1 and not topology.redirects_output and word != "elastic":
         return inline(topology)
+    if function is None and not (row and row.needs_function) and (caller := who_goes_on()):
+        raise ValueError(
+            f"`launch()` in {caller}: every rank would run all that comes after it in {caller}, and this process would "
+            "end. Pass what they do as a function: `launch(function)`."
+        )
+    if word == "elastic" and function is None:
+        return Script(topology, word, max_restarts)
+    if word == "elastic":
+        return Processes(topology, "elastic", forkserver(topology).start, max_restarts)
     if row is not None and word != "fork":
         return row.make(topology)
     if function is not None and word == "auto":
         return forkserver(topology, is_chosen=True)
-    unsafe, program = fork_is_safe(), this_program()
+    program = this_program()
+    # Ranks on the CPU use a device where they pin memory, so that where another launcher works nothing may be lost.
+    unsafe = fork_is_safe(None if word == "auto" and program.can_run_again else device_type)
     if unsafe is None:
         return Fork(topology)
-    if function is None and program.is_interactive:
-        raise ValueError(NO_NEXT_LINE)
     if word == "fork":
         raise ValueError(f"`launcher='fork'`: {unsafe}. Call `launch` before that, or pass `launcher='auto'`.")
     if program.can_run_again:

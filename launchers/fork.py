@@ -33,7 +33,6 @@ from typing import Any, TypeVar, final
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.process.interpreter import disown, flush, open_files
 from fabric.launchers.process.os_process import exit_fd
-from fabric.launchers.process.program import is_interactive
 from fabric.launchers.process.reports import Reporter
 from fabric.launchers.rank.fork_safety import fork
 from fabric.launchers.rank.rank import become_rank, run_and_end
@@ -43,11 +42,6 @@ from fabric.launchers.supervision.supervisor import Child, Supervisor
 from fabric.launchers.world import World
 
 R = TypeVar("R")
-
-NO_NEXT_LINE = (
-    "`launch()` in an interactive session: the lines to come are typed into one process, and several ranks cannot "
-    "share them. Pass what they do as a function: `launch(function)`, with `launcher='fork'` where it was typed here."
-)
 
 
 @final
@@ -68,8 +62,6 @@ class Fork(Launcher):
         return result
 
     def enter(self) -> World:
-        if is_interactive():
-            raise ValueError(NO_NEXT_LINE)
         with Supervisor(self.topology, "fork", expects_results=False) as supervisor:
             started = _fork_all(supervisor)
             if started is None:

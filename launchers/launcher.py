@@ -6,6 +6,7 @@ code that follows the call. A launcher that supports only one of them raises, an
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,21 +20,34 @@ R = TypeVar("R")
 class WorkerError(RuntimeError):
     """A rank raised, died, or exited without a result; the message ends with that rank's own traceback.
 
-    `rank` is the one that failed first. It exited with `exit_code`, or was killed by `signal`; `cause` is the exception
-    that it raised, if it could be pickled.
+    `rank` is the one that failed first. It exited with `exit_code`, or was killed by `signal`. `cause` and `__cause__`
+    are the exception that it raised, an instance of the same class; None if it raised none, or one that cannot be
+    pickled. Code that expects an exception of the function, such as optuna's `TrialPruned`, gets it by
+
+        except WorkerError as error:
+            raise error.__cause__ or error
     """
 
     def __init__(
         self,
         message: str,
         *,
-        rank: int,
+        rank: int = -1,  # until pickle sets it
         exit_code: int | None = None,
         signal: int | None = None,
         cause: BaseException | None = None,
     ) -> None:
         super().__init__(message)
-        self.rank, self.exit_code, self.signal, self.cause = rank, exit_code, signal, cause
+        self.rank, self.exit_code, self.signal = rank, exit_code, signal
+        self.cause = self.__cause__ = cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        cause = self.cause
+        try:
+            pickle.dumps(cause)
+        except Exception:
+            cause = None
+        return type(self), self.args, {**vars(self), "cause": cause, "__cause__": cause}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,9 @@ from typing import Any, TypeAlias
 Names: TypeAlias = Mapping[str, Mapping[str, str]]
 """Per owner, `module` or `module:Class`: names separated by blanks, `a|b` for either of two, and why they are used."""
 
+TESTED_TORCH = "2.9 to 2.14"
+"""The last one is the newest that the tests have seen; a run of them with a newer one says so."""
+
 
 def require(library: str, tested: str, names: Names) -> None:
     """Raise ImportError where the installed release of a library lacks one of the names.

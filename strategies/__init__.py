@@ -68,3 +68,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fabric.strategies' has no attribute {name!r}")
     return getattr(import_module(f"fabric.strategies.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOME]

@@ -22,16 +22,11 @@ from fabric.strategies.data.uneven import Votes
 from fabric.strategies.runtime import Runtime
 
 
-def share_loader(
-    runtime: Runtime,
-    loader: Iterable[Any],
-    use: Use,
-    *,
-    distribute: bool,
-    move: bool,
-) -> DeviceLoader:
+def share_loader(runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool) -> DeviceLoader:
     """The implementation of `Strategy.process_dataloader`."""
     collective = runtime.collective
+    if distribute:
+        runtime.apart.agree(runtime.share, collective.size, collective.start_add_numbers)
     return process_dataloader(
         loader,
         use,

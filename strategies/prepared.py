@@ -6,7 +6,7 @@ are the user's own objects wherever the strategy allows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -31,27 +31,34 @@ class TrainedWeights:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
-    """One model and the optimizers that were set up with it."""
+    """One model and the optimizers that were set up with it.
+
+    # Note [What was set up lives as long as the program has it]
+    The model keeps its `Prepared` alive, by `path.kept`, and so does each of its optimizers. Whoever else holds one for
+    longer than a call holds it weakly, so that model, gradients and engine go when the program lets go of them.
+    """
 
     module: nn.Module
     """The module that `setup` returns."""
-    optimizers: tuple[Optimizer, ...]
-    """The optimizers that `setup` returns, in the order given."""
+    optimizers: Collection[Optimizer]
+    """The optimizers that `setup` returns, in the order given. What the model keeps has a `WeakSet` of them."""
     path: ForwardPath
     """Its wrapped methods."""
     sync: GradientSync
     """What runs around forward and backward."""
-    clip_norm: Callable[[Optimizer, float, float, bool], Tensor]
-    """`(optimizer, max_norm, norm_type, error_if_nonfinite)`: scale gradients so that their norm over all shards is at
-    most `max_norm`; returns the norm before."""
-    clip_value: Callable[[Optimizer, float], None]
-    """`(optimizer, clip_val)`: clamp each gradient to `[-clip_val, clip_val]`."""
+    clip_norm: Callable[[Sequence[Optimizer], float, float, bool], Tensor]
+    """`(optimizers, max_norm, norm_type, error_if_nonfinite)`: scale the gradients of all these optimizers so that
+    their norm over all shards is at most `max_norm`; returns the norm before."""
+    clip_value: Callable[[Sequence[Optimizer], float], None]
+    """`(optimizers, clip_val)`: clamp each gradient to `[-clip_val, clip_val]`."""
     is_finite: Callable[[Optimizer], bool]
     """Whether the gradients with which an optimizer would step are finite, on every rank; all ranks call it."""
     release: Callable[[], None]
-    """Restore the user's objects: no hook and no attribute of ours stays on them."""
+    """Restore the user's objects: no hook and no attribute of ours stays on them. Called after `release_optimizers`."""
+    release_optimizers: Callable[[], None] = lambda: None
+    """Restore the optimizers; what the optimizers keep, not the model."""
     scale_loss: Callable[[Tensor], Tensor] | None = None
     """How an engine scales the loss of this model; None: the precision's loss scaler does."""
     joins_backward: bool = True
@@ -65,8 +72,9 @@ class Prepared:
     """The weights that an engine trains; None: the parameters that `sync` holds."""
 
     def holds(self, obj: nn.Module | Optimizer) -> bool:
-        """Whether `obj` is this model, a submodule of it, or an optimizer of its present parameters."""
+        """Whether `obj` is this model, a module within or around it, or an optimizer of its present parameters."""
         if isinstance(obj, nn.Module):
-            return any(part is obj for part in uncompiled(self.module).modules())
+            inner = uncompiled(self.module)
+            return any(part is obj for part in inner.modules()) or any(part is inner for part in obj.modules())
         own = {id(parameter) for parameter in self.module.parameters()}
         return any(id(parameter) in own for group in obj.param_groups for parameter in group["params"])

@@ -20,7 +20,7 @@ T = TypeVar("T")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A name, the factory of what it stands for, and a line that says when to use it."""
+    """A name, the factory of the object with this name, and a line that says when to use it."""
 
     name: str
     make: Callable[[], Any]
@@ -42,7 +42,8 @@ class Registry(Generic[T]):
         self._known = {registration.name: registration for registration in built_in}
 
     def all(self, *, installed: bool = True) -> dict[str, Registration]:
-        """Every name with its registration; `installed=False`: without those of packages. Imports none of them."""
+        """Every name with its registration; `installed=False`: without the registrations of packages. Imports no
+        package."""
         found = [_of_package(entry) for entry in entry_points(group=self._group)] if installed else []
         return {**self._known, **{each.name: each for each in found if each.name not in self._known}}
 

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.single import SingleDeviceCollective
-from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepare import place, replica
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy

@@ -22,9 +22,9 @@ from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.data.share import Use
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import attach_to_steps
 from fabric.strategies.module.wrap_policy import Policy
 from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepare import attach_to_steps
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target

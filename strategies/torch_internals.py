@@ -14,11 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from fabric.launchers.private_names import Names, require
+from fabric.launchers.private_names import TESTED_TORCH, Names, require
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-TESTED = "2.9 to 2.13"
 
 BOUND: Names = {
     "torch._C": {
@@ -39,7 +37,6 @@ FULLY_SHARD: Names = {
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": {
         "_unsharded_param sharded_param unsharded_accumulated_grad": "see Note [Gradients not reduced yet]",
     },
-    "torch.distributed.fsdp.wrap:ModuleWrapPolicy": {"_module_classes": "the classes that it wraps"},
 }
 
 COMPILED: Names = {
@@ -53,8 +50,8 @@ COMPILED: Names = {
     "torch._dynamo.eval_frame:OptimizedModule": {"_orig_mod": "the module within what `torch.compile` returns"},
 }
 
-require_fully_shard = cache(partial(require, "torch", TESTED, FULLY_SHARD))
-require_compiler = cache(partial(require, "torch", TESTED, COMPILED))
+require_fully_shard = cache(partial(require, "torch", TESTED_TORCH, FULLY_SHARD))
+require_compiler = cache(partial(require, "torch", TESTED_TORCH, COMPILED))
 """Raise ImportError if this torch lacks a name of the list. They import the modules that own the names."""
 
 _FUNCTIONS = {
@@ -66,7 +63,7 @@ _FUNCTIONS = {
 def __getattr__(name: str) -> Any:
     if name not in _FUNCTIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    require("torch", TESTED, BOUND)
+    require("torch", TESTED_TORCH, BOUND)
     return resolve_name(_FUNCTIONS[name])
 
 

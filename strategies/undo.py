@@ -1,8 +1,13 @@
-"""Functions that undo something: several combined into one, and for attributes of an instance."""
+"""Functions that undo something: several combined into one, and for attributes of an instance; and hooks that end with
+what they are for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import proxy
+
+from torch.utils.hooks import RemovableHandle
 
 
 def undo_all(actions: Iterable[Callable[[], object]]) -> Callable[[], None]:
@@ -27,3 +32,15 @@ def replace_attributes(obj: object, **values: object) -> Callable[[], None]:
         vars(obj).update(before)
 
     return undo
+
+
+def hold_weakly(handle: RemovableHandle) -> Callable[..., Any]:
+    """Hold the hook of a gradient weakly from now on. Returns the hook, which is run as long as the caller keeps it.
+
+    Python's garbage collector does not see what holds a hook of `register_post_accumulate_grad_hook`, or of a node of
+    the graph: a hook that refers to its parameter would keep the whole model alive for ever (torch 2.14).
+    """
+    hooks: Any = handle.hooks_dict_ref()
+    hook: Callable[..., Any] = hooks[handle.id]
+    hooks[handle.id] = proxy(hook, lambda _: handle.remove())
+    return hook

@@ -5,17 +5,22 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import signal
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import kernels
 import pytest
 import template
+from packaging.version import Version
+
+from fabric.launchers.private_names import TESTED_TORCH
 
 pytest_plugins = ("seen",)
 
@@ -34,14 +39,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     they train on is chosen here as well (`devices.py`)."""
     parser.addoption("--seed", default="1", help="from which tests draw: 1 by default; 'new' for another one")
     parser.addoption("--accelerator", default="cpu", help="what tests train on that are not about the CPU: cpu, cuda")
+    parser.addoption("--of-torch", action="store_true", help="leave out files in which the word torch does not stand")
     parser.addoption("--optimizers", action="append", choices=kernels.CHOICES, help="kernels, where a test names none")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    """The line that repeats a run."""
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """The line that repeats a run, and the torch that it is over."""
     words = ["", *(config.getoption("--optimizers") or ())]
     kinds = " --optimizers ".join(words)
-    return f"draws: --seed {config.stash[SEED]}, on: --accelerator {config.getoption('--accelerator')}{kinds}"
+    drawn = f"draws: --seed {config.stash[SEED]}, on: --accelerator {config.getoption('--accelerator')}{kinds}"
+    return [drawn, *_newer_torch()]
+
+
+def _newer_torch() -> list[str]:
+    """A line where the tests have not seen this torch before."""
+    seen, installed = TESTED_TORCH.rpartition(" ")[2], version("torch")
+    is_newer = Version(installed).release[:2] > Version(seen).release
+    return [f"torch {installed} is newer than {seen}, the newest that these tests had seen"] if is_newer else []
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -130,6 +144,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and item.get_closest_marker("slow") and not item.nodeid.startswith(WHOLE):
             kind = item.callspec.params.get("optimizers", "") if item.name != item.originalname else ""
             cases.setdefault((item.path, item.originalname, kind), []).append(item)
+    if items and items[0].config.getoption("--of-torch"):
+        files = {item.path for item in items}
+        about = {path for path in files if re.search(r"\btorch\b", path.read_text())}
+        items[0].config.hook.pytest_deselected(items=[item for item in items if item.path not in about])
+        items[:] = [item for item in items if item.path in about]
     for alike in cases.values():
         if any(item.get_closest_marker("thorough") for item in alike):
             continue
@@ -138,10 +157,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(alike):
             if number not in chosen:
                 item.add_marker(pytest.mark.thorough)
-    if not torch.accelerator.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs an accelerator, and torch finds none here"))
+    here, reason = torch.accelerator.is_available(), "needs an accelerator, and torch finds none here"
+    for item in items:
+        if item.get_closest_marker("without_gpu" if here else "gpu"):
+            item.add_marker(pytest.mark.skip(reason="is about machines without an accelerator" if here else reason))
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
@@ -152,7 +171,9 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """A line with what was skipped and why, and a line with what is left to `make check`."""
+    """What was skipped and why, what is left to `make check`, and a torch that is new: at the end, where it is read."""
+    for line in _newer_torch():
+        terminalreporter.write_line(line)
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
     if reasons:
         counted = "; ".join(f"{number} ({reason})" for reason, number in reasons.most_common())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ PARTS = ("accelerators", "checkpoint", "collectives", "data", "precision")
 """Of `strategies/`: each may import its own folder, `tensors` and `FOR_ALL`."""
 FOR_ALL = ("fabric.launchers.world", "fabric.launchers.private_names")
 
-COMPOSED = ("gradients", "module", "sharding")
-"""Of `strategies/`: these compose parts, and know no technique."""
+COMPOSED = ("gradients", "module", "sharding", "optimizers")
+"""Of `strategies/`, from the bottom: these compose parts, and know no technique. Each may import those before it."""
 TECHNIQUES = ("ddp", "deepspeed", "fairscale", "fsdp", "horovod", "manual", "model_parallel", "xla")
 """Of `strategies/`: a folder each, and none imports another."""
 
@@ -40,6 +41,10 @@ PART_IMPORTS = {
         "strategies/collectives/process_group.py",
         "fabric.launchers.rendezvous.join",
     ): "goes where the launcher said to meet",
+    (
+        "strategies/collectives/process_group.py",
+        "fabric.launchers.process.network",
+    ): "gloo takes its interface from a variable",
     (
         "strategies/collectives/process_group.py",
         "fabric.launchers.environments.defaults",
@@ -173,6 +178,39 @@ def test_the_folders_of_launchers_import_one_way() -> None:
         and (target not in order or order.index(target) > order.index(level))
     ]
     assert not wrong
+
+
+def test_what_composes_parts_imports_one_way() -> None:
+    wrong = [
+        f"{named(path)} imports {module}"
+        for number, folder in enumerate(COMPOSED)
+        for path in (ROOT / "strategies" / folder).rglob("*.py")
+        for module in imports_of(path)
+        if module.startswith(tuple(f"fabric.strategies.{above}." for above in COMPOSED[number + 1 :]))
+    ]
+    assert not wrong
+
+
+def folder_of(parts: tuple[str, ...]) -> str:
+    """The folder of a module by its path in the repository; a file directly in a layer counts as a folder."""
+    top = ROOT / parts[0] / (parts[1] if len(parts) > 1 else "__init__")
+    return "/".join(parts[:2]) if top.is_dir() else f"{parts[0]}/{top.name}.py"
+
+
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    imported: dict[str, set[str]] = {}
+    for path in sources():
+        folder = folder_of(path.relative_to(ROOT).with_suffix("").parts)
+        for module in imports_of(path) - TYPES_ALONE.get(named(path), set()):
+            if (layer := layer_of(module)) is not None:
+                inner = module.split(".")[1 if layer == "fabric" else 2 :]
+                imported.setdefault(folder, set()).add(folder_of((layer, *inner)))
+    graph = {folder: others - {folder} for folder, others in imported.items()}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+
+
+TYPES_ALONE = {"fabric/checkpoints/directory.py": {"fabric.fabric"}}
+"""Imports for annotations alone, of what a caller passes."""
 
 
 def test_the_core_knows_nothing_of_the_package_for_code_of_lightning_fabric() -> None:
@@ -337,7 +375,7 @@ def test_prepared_is_made_in_one_place() -> None:
         for node in nodes_of(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Prepared"
     }
-    assert makers == {"strategies/module/prepare.py"}
+    assert makers == {"strategies/prepare.py"}
 
 
 def test_no_file_has_a_generic_name() -> None:

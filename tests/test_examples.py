@@ -202,6 +202,28 @@ def test_a_block_of_python_in_the_pages_runs(block: str, tmp_path: Path) -> None
     run_program(str(script), cwd=tmp_path)
 
 
+def test_the_loop_of_stopping_md_that_is_preempted_twice_ends_with_the_best_epoch_of_one_that_is_not(
+    tmp_path: Path,
+) -> None:
+    ends = []
+    for folder, epochs in ((tmp_path / "whole", []), (tmp_path / "preempted", ["epoch 3:", "epoch 6:"])):
+        folder.mkdir()
+        (folder / "train.py").write_text(blocks_of_python()["stopping.md-2"])
+        for epoch in epochs:
+            command = [sys.executable, "-u", "train.py"]
+            with template.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    if line.startswith(epoch):
+                        process.send_signal(signal.SIGTERM)
+            assert process.returncode == 0
+            last = max(os.listdir(folder / "run"))
+            assert "metric" not in last
+        ends.append(run_program("train.py", cwd=folder).splitlines()[-1])
+    assert ends[0].startswith("the best is 0.9")
+    assert ends[1] == ends[0]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_links_of_a_page_lead_to_files_and_headings_that_exist(page: Path) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):

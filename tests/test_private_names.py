@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import template
 
-from fabric.launchers.private_names import Names, require
+from fabric.launchers.private_names import TESTED_TORCH, Names, require
 
 ROOT = Path(__file__).parents[1]
 LISTS = {
@@ -31,9 +31,10 @@ STABLE: Names = {
         "_C": "holds functions of other lists",
         "_disable_dynamo": "`torch.compiler.disable` imports the compiler, 1 s; used instead where this is gone",
         "_foreach_mul_": "one kernel for many gradients, as optimizers of torch use",
+        "_foreach_norm": "the same for norms; `get_total_norm` rounds those of half precision to it",
     },
     "torch._C": {
-        "_disabled_torch_function_impl": "a subclass of Tensor without `__torch_function__`, as torch writes its own",
+        "_dispatch_get_all_op_names": "which collectives the sanitizer does not know, to say so",
     },
     "torch.distributed.distributed_c10d": {"_world": "all groups: see Note [Groups while forked processes run]"},
     "torch._C._distributed_c10d": {"_dump_fr_trace|_dump_nccl_trace": "reads the flight recorder in this process"},
@@ -208,8 +209,30 @@ def test_the_installed_releases_have_each_name_of_the_lists() -> None:
 
 
 WITHOUT = """
-import re, torch, torch._dynamo
+import os, re, torch, torch._dynamo, torch.distributed.fsdp
+from contextlib import ExitStack, contextmanager
+from inspect import isfunction, unwrap
 from pkgutil import resolve_name
+
+def renamed(code, name):
+    there = lambda each: "renamed" if each == name else renamed(each, name) if hasattr(each, "co_names") else each
+    return code.replace(co_names=tuple(map(there, code.co_names)), co_consts=tuple(map(there, code.co_consts)))
+
+@contextmanager
+def without(owner, name):  # of a class, most names are attributes that its own functions set, or call
+    owner, absent = resolve_name(owner), object()
+    before = vars(owner).get(name, absent)
+    functions = [unwrap(each) for each in vars(owner).values() if isfunction(each)] if isinstance(owner, type) else []
+    codes = [(each, each.__code__) for each in functions if isfunction(each)]
+    for each, code in codes:
+        each.__code__ = renamed(code, name)
+    if before is not absent:
+        delattr(owner, name)
+    yield
+    if before is not absent:
+        setattr(owner, name, before)
+    for each, code in codes:
+        each.__code__ = code
 
 def step(fabric):
     model = torch.nn.Linear(3, 1)
@@ -220,35 +243,76 @@ def step(fabric):
         optimizer.zero_grad()
     return fabric.world_size
 
-if __name__ == "__main__":
-    owners = {owner: resolve_name(owner) for table in TABLES for owner in table}
-    for table in TABLES:
-        for owner, reasons in table.items():
-            for name in re.split(r"[ |]", " ".join(reasons)):
-                if name in vars(owners[owner]) and name not in NEEDED:
-                    delattr(owners[owner], name)
-    from fabric import Fabric
-    for strategy, size in (("single_device", 1), ("ddp", 2)):
-        launcher = "fork" if size > 1 else "auto"
-        assert Fabric(accelerator="cpu", strategy=strategy, devices=size, launcher=launcher).launch(step) == size
+def fully_shard():
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from fabric.lightning.strategies import FSDPStrategy
+    FSDPStrategy(auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}))
+
+def compile():  # as the first call of a compiled forward does
     from fabric.strategies.torch_internals import require_compiler
+    require_compiler()
+
+def bound():
+    from fabric.strategies.torch_internals import after_backward
+
+USES = {"BOUND": bound, "FULLY_SHARD": fully_shard, "COMPILED": compile}
+
+def say(feature, owner, either):
     try:
-        require_compiler()
+        USES[feature]()
+        print("nothing is said without", owner, either)
     except ImportError as error:
-        print(error)
+        assert f"has no `{owner.replace(':', '.')}.{either}`, a private name" in str(error), error
+        print("said:", either, flush=True)
+
+if __name__ == "__main__":
+    names = [
+        (feature, owner, either)
+        for feature, table in TABLES.items()
+        for owner, reasons in table.items()
+        for several in reasons
+        for either in several.split()
+    ]
+    for feature, owner, either in names:
+        if feature in USES and not set(either.split("|")) & NEEDED:
+            pid = os.fork()
+            if pid == 0:
+                with ExitStack() as hidden:
+                    for name in either.split("|"):
+                        hidden.enter_context(without(owner, name))
+                    say(feature, owner, either)
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+    with ExitStack() as hidden:
+        for feature, owner, either in names:
+            for name in set(either.split("|")) - NEEDED:
+                if feature != "STABLE" or name in vars(resolve_name(owner)):
+                    hidden.enter_context(without(owner, name))
+        from fabric import Fabric
+        for strategy, size in (("single_device", 1), ("ddp", 2)):
+            launcher = "fork" if size > 1 else "auto"
+            assert Fabric(accelerator="cpu", strategy=strategy, devices=size, launcher=launcher).launch(step) == size
 """
-NEEDED = {"_execution_engine"}
-"""Names without which torch itself could not do a step."""
+NEEDED = {
+    *("_C", "_disable_dynamo", "_apply", "_load_from_state_dict", "profile_hook_step", "_execution_engine"),
+    *("_world", "_orig_mod"),
+    *("TorchDispatchMode", "tree_flatten", "tree_unflatten", "_BatchNorm"),
+}
+"""Names without which torch itself could not import its compiler or do a step, and classes and functions that packages
+everywhere import."""
 
 
 @pytest.mark.slow
-def test_single_device_and_ddp_run_where_torch_has_none_of_the_names_that_features_check(tmp_path: Path) -> None:
-    tables = [table for name, table in lists().items() if name.startswith("strategies.torch_internals")]
+def test_each_private_name_of_torch_that_is_missing_is_said_by_its_feature_and_single_device_and_ddp_need_none(
+    tmp_path: Path,
+) -> None:
+    tables = {name.rpartition(".")[2]: table for name, table in lists().items() if "torch_internals" in name}
     program = tmp_path / "program.py"
-    program.write_text(f"TABLES, NEEDED = {tables!r}, {NEEDED!r}\n{WITHOUT}")
+    program.write_text(f"TABLES, NEEDED = { {**tables, 'STABLE': STABLE}!r}, {NEEDED!r}\n{WITHOUT}")
     ended = template.run([sys.executable, str(program)], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
-    assert "has no `torch._C._dynamo.eval_frame._FrameAction`" in ended.stdout
+    names = {each for table in tables.values() for reasons in table.values() for each in " ".join(reasons).split()}
+    assert sorted(ended.stdout.splitlines()) == sorted(f"said: {name}" for name in names - NEEDED), ended.stderr
 
 
 def test_a_missing_name_is_an_error_that_names_both_releases() -> None:
@@ -256,7 +320,7 @@ def test_a_missing_name_is_an_error_that_names_both_releases() -> None:
     with pytest.raises(
         ImportError,
         match=r"torch 2\.\d+\.\d+\S* has no `torch\.nn\.Module\._never_was`, a private name that torchfabric relies "
-        r"on: to be missed\. torchfabric was tested with torch 2\.9 to 2\.13: install one of those, or a newer"
+        r"on: to be missed\. torchfabric was tested with torch 2\.9 to 2\.14: install one of those, or a newer"
         r" torchfabric",
     ):
-        require("torch", "2.9 to 2.13", missing)
+        require("torch", TESTED_TORCH, missing)

@@ -60,12 +60,12 @@ class Name:
 
 @final
 class CheckpointDirectory:
-    """A folder, or an address for fsspec, of the checkpoints of one run, of which the last and the best are kept.
+    """A folder, or an address for fsspec, of the checkpoints of one run. The last and the best ones are kept.
 
-    `keep_last`: how many of the newest, 1 or more. `keep_best`: how many besides, by the `metric` that `save` is given;
-    `best`: which metric that is, the "min" or the "max". A checkpoint is removed only once a newer one is complete.
-    What is not complete is taken for the remains of a job that died, and removed by the next save. Folders with other
-    names than `save` gives are left alone.
+    `keep_last`: how many of the newest, 1 or more. `keep_best`: how many besides, of those with a `metric`. `best`:
+    which metric that is, "min" or "max". A checkpoint is removed only once a newer one is complete. What is not
+    complete is taken for the remains of a job that died, and removed by the next save. Folders with other names than
+    `save` gives are left alone.
     """
 
     def __init__(
@@ -97,16 +97,17 @@ class CheckpointDirectory:
     ) -> PendingSave:
         """Save as `fabric.save`, under the next name, and remove what need not be kept once that is complete.
 
-        `step`, `metric`: for the name, and the choice of the best; those of rank 0 count. Gives the `path` of the
-        checkpoint, and `wait()`. Ranks: all. Raises: as `fabric.save`; ValueError, on every rank: on rank 0 there is
-        `keep_best` and no metric, a metric that is not one number, or a step that is not an integer from 0 on.
+        `step`, `metric`: for the name, and the choice of the best; those of rank 0 count. Without a metric, as where a
+        job is preempted, it is among the last, and never the best. Gives the `path` of the checkpoint, and `wait()`.
+        Ranks: all. Raises: as `fabric.save`; ValueError, on every rank: on rank 0 the metric is not one number, or the
+        step not an integer from 0 on.
         """
         wrong = fabric.collective.broadcast_object(self._wrong(step, metric))
         if wrong is not None:
             raise ValueError(wrong)
-        fabric.wait_for_save()  # what it has not completed yet would be taken for the remains of a dead job
-        folder = from_rank_zero(fabric.collective, self._storage, lambda: self._next(step, metric))
-        return fabric.save(
+        fabric.wait_for_save()  # a checkpoint that it has not completed yet would be taken for the remains of a dead
+        job folder = from_rank_zero(fabric.collective, self._storage, lambda: self._next(step, metric)) return
+        fabric.save(
             self._storage.inside(folder).path,
             state,
             filter,
@@ -121,14 +122,16 @@ class CheckpointDirectory:
         strict: bool = True,
         *,
         resume_loaders: bool = True,
-    ) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint as `fabric.load`; None, and nothing is changed, where there is none.
+    ) -> str | None:
+        """Load the newest complete checkpoint as `fabric.load`, and return its path; None where there is none.
 
-        Ranks: all; rank 0 chooses. Raises: as `fabric.load`.
+        Entries that `state` does not name: `fabric.load(path)`. Ranks: all; rank 0 chooses. Raises: as `fabric.load`.
         """
         fabric.wait_for_save()
         path = from_rank_zero(fabric.collective, self._storage, self.latest)
-        return None if path is None else fabric.load(path, state, strict, resume_loaders=resume_loaders)
+        if path is not None:
+            fabric.load(path, state, strict, resume_loaders=resume_loaders)
+        return path
 
     def latest(self) -> str | None:
         """The path of the newest complete checkpoint; None where there is none. Any process may call it, alone."""
@@ -145,8 +148,6 @@ class CheckpointDirectory:
 
     def _wrong(self, step: Any, metric: Any) -> str | None:
         """What is wrong with the arguments of `save`; None if nothing is."""
-        if self._keep_best and metric is None:
-            return f"`keep_best={self._keep_best}` needs `save(..., metric=...)`, by which the best is known."
         try:
             float(0.0 if metric is None else metric)
         except (TypeError, ValueError, RuntimeError):

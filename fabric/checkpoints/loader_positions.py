@@ -1,6 +1,6 @@
 """The positions of data loaders in a checkpoint: saved for loaders that have a state, left out for others.
 
-`LoaderStates` is for those that the user's state names, `LoaderPositions` for all others of the run.
+`LoaderStates` is for the loaders that the user's state names, `LoaderPositions` for all other loaders of the run.
 
 If the ranks split one order of samples, rank 0's state is that of all. If each rank reads data of its own, the
 checkpoint has the state of every rank: each writes the tensors of its own, and reads only them.
@@ -19,7 +19,7 @@ from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 from fabric.strategies.checkpoint.values import encode
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.data.device_loader import DeviceLoader, loader_name
+from fabric.strategies.data.device_loader import OTHER_THREAD, DeviceLoader, loader_name
 
 OF_RANKS = "loader of each rank"
 """The key under which the states of all ranks are saved."""
@@ -126,6 +126,12 @@ class LoaderPositions:
     def _position(self, number: int, loader: DeviceLoader) -> Any:
         if loader.would_start or (self._collective.rank > 0 and not loader.reads_own_part):  # rank 0's is that of all
             return None
+        if loader.is_of_other_thread:
+            self._report_once(
+                f"Checkpoints leave out the position of loader {number + 1} of the run, a `{loader_name(loader)}`, and "
+                f"a resumed run starts at the beginning of its first epoch. {OTHER_THREAD}"
+            )
+            return None
         state = loader.state_of_run()
         try:
             encode(state, lambda at, tensor: None, lambda value: isinstance(value, Tensor))
@@ -143,7 +149,8 @@ class LoaderPositions:
         return None if any(each is None for each in states) else {OF_RANKS: list(states)}
 
     def _problems(self, saved: list[Any]) -> list[str | None] | None:
-        """Why this rank cannot restore each of the positions; None: other loaders were saved."""
+        """Why this rank cannot restore each of the positions; None: other loaders were saved.
+        Raises: ValueError: a loader has changed, and its epoch has a rest."""
         if len(saved) != len(self._loaders):
             return None
         return [self._problem(loader, state) for loader, state in zip(self._loaders, saved, strict=True)]
@@ -156,9 +163,12 @@ class LoaderPositions:
         of_ranks = state.get(OF_RANKS)
         if of_ranks is not None and len(of_ranks) != self._collective.size:
             return f"the checkpoint has the positions of {len(of_ranks)} ranks, and here are {self._collective.size}."
+        own = state if of_ranks is None else of_ranks[self._collective.rank]
         try:
-            loader.fitting(state if of_ranks is None else of_ranks[self._collective.rank])
+            loader.fitting(own)
         except ValueError as error:
+            if own.get("order", {}).get("batches") or own.get("order", {}).get("samples"):
+                raise ValueError(f"{error} {_OR_ANEW}") from None
             return str(error)
         return None
 
@@ -179,6 +189,7 @@ _OTHER_NUMBER = (
     "{here}: they are unchanged, and epochs start from their beginning. Set up the same loaders, in the same order, "
     "before `fabric.load`, or name them in the state."
 )
+_OR_ANEW = "Or pass `resume_loaders=False` to `load`: all epochs start from their beginning."
 _CONTINUES = (
     "Loader {number} of the run (`{name}`) continues {place}. To start its epoch from the beginning, pass "
     "`resume_loaders=False` to `load`."

@@ -18,23 +18,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric.checkpoints.loader_positions import LoaderPositions
-from fabric.loop.seed import device_rngs
 from fabric.loop.setup import SetUp
+from fabric.strategies.accelerators.registry import device_rngs
 from fabric.strategies.checkpoint.state import is_stateful, uncompiled
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 from fabric.strategies.checkpoint.values import pointer
 from fabric.strategies.data.device_loader import DeviceLoader
-from fabric.strategies.data.rng import Rng, process_rngs
+from fabric.strategies.data.rng import process_rngs
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.tensors.rng import Rng
 
 
 @final
 class RunState:
     """Reads what is added to a checkpoint of `state`, and restores it.
 
-    Schedulers and loaders that `state` names are saved there only, and of optimizers the number of steps of those that
-    it names.
+    Schedulers and loaders that `state` names are saved there only. The numbers of steps are those of the optimizers
+    that it names.
     """
 
     def __init__(self, runtime: Runtime, set_up: SetUp, state: Any, reported: set[str]) -> None:
@@ -45,7 +46,7 @@ class RunState:
         self._loaders = LoaderPositions(loaders, runtime.collective, runtime.report, reported)
         self._stateful = {
             "scalers": set_up.scalers(),
-            "schedulers": [each for each in set_up.schedulers if id(each) not in named],
+            "schedulers": [s for each in set_up.schedulers if (s := each()) is not None and id(s) not in named],
         }
         self._adapters = {at: configs for at, each in objects.items() if (configs := _adapter_configs(each))}
         self._steps = {

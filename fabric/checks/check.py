@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 
@@ -135,3 +136,31 @@ class Moments:
 
 
 MOMENTS = tuple(name for name in vars(Check) if not name.startswith("_") and name != "removed")
+
+
+@final
+class StepCounter:
+    """The number of steps of one optimizer, without those that were skipped (`optimizer.step_was_skipped`)."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def attach(self, optimizer: Optimizer, loaders: LoopProgress, moments: Moments) -> Callable[[], None]:
+        """Count from now on, for `loaders` too, and call `after_step` of the checks. Returns a function to stop."""
+
+        def count(stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not stepped.step_was_skipped:  # type: ignore[attr-defined]  # every optimizer that was set up has it
+                self.num_steps += 1
+            loaders.num_steps += 1
+            for moment in moments.after_step:
+                moment(stepped)
+
+        return optimizer.register_step_post_hook(count).remove
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number, to be saved."""
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved number."""
+        self.num_steps = state_dict["num_steps"]

@@ -1,13 +1,12 @@
 """Whether forward of a sharded model reads the weights that its parameters have, in the steps that are watched.
 
-`fully_shard` gathers the parameters that it knows before the forward of each module, and frees these copies after it.
-So values that forward changes are lost, hooks of the parameters do not run, and parameters that were replaced, by an
-assignment or for the time of a `torch.func.functional_call`, are not read.
+The parameters of each unit are gathered before its forward, and these copies are freed after it. So values that forward
+changes are lost, hooks of DTensors do not run, and parameters that were replaced, by an assignment or for the time of a
+`torch.func.functional_call`, are not read.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -15,27 +14,29 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fabric.checks.agreement import SanitizerError
-from fabric.strategies.tensors.dtensor import as_sharded, local_part, own_part
+from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.module.copies import Hook
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.sharding.layout import fsdp_modules
+from fabric.strategies.tensors.dtensor import user_class
 
 
 @final
 class ForwardWeights:
-    """Hooks on the modules of one model: before the first forward hook of `fully_shard`, and before its last."""
+    """Hooks on the units of one model: before the first forward hook of the backend, and before its last."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: Prepared) -> None:
+        self._access, self._model = model.state, uncompiled(model.module)
+        self._units = [*(model.sync.units or fsdp_modules(self._model))]
         self._before: dict[nn.Module, dict[str, Tensor]] = {}
         """The parameters before forward, by their module and name."""
         self._hooks: list[RemovableHandle] = []
 
     def attach(self) -> None:
         """Compare in each forward from the next one on. Nothing to do for a model without shards."""
-        if not self._hooks and any(as_sharded(parameter) is not None for parameter in self._model.parameters()):
-            self._hooks = [
-                each.register_forward_hook(partial(self._compare, place), prepend=True)
-                for place, each in self._model.named_modules()
-            ]
-            self._hooks.append(self._model.register_forward_pre_hook(self._note, prepend=True))
+        if self._units and not self._hooks:
+            self._hooks = [each.register_forward_hook(Hook(self._compare), prepend=True) for each in self._units]
+            self._hooks.append(self._model.register_forward_pre_hook(Hook(self._note), prepend=True))
 
     def remove(self) -> None:
         """Compare no longer."""
@@ -45,37 +46,29 @@ class ForwardWeights:
         self._before.clear()
 
     def _note(self, model: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # a backend that leaves no trace in the graph of the loss
-            return
         self._before = {module: dict(module.named_parameters(recurse=False)) for module in model.modules()}
 
-    def _compare(self, place: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            with torch.no_grad():
-                self._compare_parameters(place, module)
-
-    def _compare_parameters(self, place: str, module: nn.Module) -> None:
-        before = self._before.get(module, {})
-        for name, gathered in module.named_parameters(recurse=False):
-            parameter = before.get(name, gathered)
-            if parameter is gathered:
-                continue
-            names = {"name": f"{place}.{name}".removeprefix("."), "model": type(self._model).__name__}
-            if parameter._backward_hooks:
-                raise SanitizerError(_HOOKED.format(**names))
-            sharded = as_sharded(parameter)
-            if sharded is not None:
-                own = own_part(gathered, sharded)
-                expected = local_part(sharded).to(own.device, own.dtype)
-                if torch.allclose(own, expected, rtol=0, atol=0, equal_nan=True):
-                    continue
-            raise SanitizerError(_DIFFERS.format(**names))
+    @torch.no_grad()
+    def _compare(self, unit: nn.Module, args: Any, output: Any) -> None:
+        for part in unit.modules():
+            before = self._before.get(part, {})
+            for name, gathered in part.named_parameters(recurse=False):
+                parameter = before.get(name, gathered)
+                kept = self._access.kept(parameter, gathered)
+                is_hooked = parameter is not gathered and parameter._backward_hooks
+                is_read = parameter is gathered if kept is None else torch.allclose(*kept, 0, 0, equal_nan=True)
+                if is_hooked or not is_read:
+                    place = next((place for place, each in self._model.named_modules() if each is part), "")
+                    names = {"name": f"{place}.{name}".lstrip("."), "model": user_class(self._model).__name__}
+                    raise SanitizerError((_HOOKED if is_hooked else _DIFFERS).format(**names))
 
 
 _DIFFERS = (
     "Forward of `{model}` ended with values of `{name}` that its parameter does not have. A sharded model computes "
     "with gathered copies: what `forward` changes in them is lost, and a parameter that was replaced, also by "
-    "`torch.func.functional_call`, is not read. Change values in place between steps, or pass `strategy='ddp'`."
+    "`torch.func.functional_call`, is not read. For weights that are taken from the first batch, run one forward "
+    "before `fabric.setup`; change others between steps, within `fabric.gathered(model, write=True)`; or pass "
+    "`strategy='ddp'`."
 )
 _HOOKED = (
     "`{name}` of `{model}` has a hook by `register_hook`, which runs in no backward: a sharded model computes with "

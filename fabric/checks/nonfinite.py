@@ -7,20 +7,27 @@ without either they all-reduce one flag. Only a step that is not finite costs mo
 # Note [What a loss scaler skips]
 Under float16 a gradient may overflow because the loss scale is high. The scaler then skips the step and lowers the
 scale, and the guard does nothing. At a scale of 1 or less the gradients themselves overflow.
+
+Without a guard, `Divergence` says that a step was taken with a loss that is not finite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias, final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fabric.checks.check import Check
+from fabric.checks.check import Check, StepCounter
 from fabric.strategies.checkpoint.state import Stateful
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.precision.loss_scaler import all_finite
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.tensors.dtensor import local_part, user_class
 
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
@@ -76,9 +83,9 @@ class GradientGuard(Check):
         for handle in self._handles:
             handle.remove()
 
-    def note_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
+    def note_norm(self, optimizers: Iterable[Optimizer], norm: Tensor) -> None:
         """Called when clipping has computed the norm of the current gradients over all ranks."""
-        self._norms[optimizer] = norm
+        self._norms.update(dict.fromkeys(optimizers, norm))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):  # args[0] is the optimizer
@@ -115,6 +122,54 @@ class GradientGuard(Check):
         self._skips = optimizer
 
     def _whose_loss(self) -> str:
-        of_ranks = self._collective.all_gather_object([bool(loss.isfinite().all()) for loss in self._losses])
-        bad = [str(rank) for rank, are_finite in enumerate(of_ranks) if not all(are_finite)]
-        return f"The loss was not finite on ranks {', '.join(bad)}." if bad else "The losses were finite on every rank."
+        bad = _bad(self._collective.all_gather_object([bool(loss.isfinite().all()) for loss in self._losses]))
+        return f"The loss was not finite on ranks {bad}." if bad else "The losses were finite on every rank."
+
+
+@final
+class Divergence(Check):
+    """Says that the loss was not finite in a watched step, once, and in `close` that weights are not.
+
+    A step that is not watched is not looked at: what it leaves in the weights shows in the next one that is, and in
+    `close`, where each rank reads its own weights, and sends nothing. Steps that were skipped are no news.
+    `steps`: the counters of all prepared optimizers; `models`: all that are set up.
+    """
+
+    def __init__(self, steps: Mapping[Optimizer, StepCounter], models: Callable[[], Iterable[Prepared]]) -> None:
+        self._steps, self._models, self._finite, self._first = steps, models, "", ""
+        self.where: str | None = None
+        """The ranks whose loss is not finite in the present step; None: it is not watched."""
+
+    def connected(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def watch(self, loss: float, num_nonfinite: int) -> None:
+        """Take in the loss of a watched step, and on how many ranks it is not finite. Ranks: all."""
+        self.where = ""
+        if num_nonfinite and not self._first:
+            self.where = _bad(self._runtime.collective.all_gather_object([math.isfinite(loss)]))
+
+    def watched_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped, or skipped, after the backward of that loss."""
+        step = f"step {self._steps[optimizer].num_steps} of `{type(optimizer).__name__}`"
+        if self.where == "":
+            self._finite = f", and finite in {step}"
+        elif self.where and not self._first and not optimizer.step_was_skipped:  # type: ignore[attr-defined]
+            self._first = f"The loss was not finite on ranks {self.where} in {step}{self._finite}."
+            self._runtime.report(f"{self._first} {_ADVICE}")
+
+    def closing(self) -> None:
+        for model in self._models() if any(each.num_steps for each in self._steps.values()) else ():
+            held = [local_part(each) for each in model.sync.parameters_held() if each.requires_grad]
+            if not all_finite([each for each in held if type(each) in (Tensor, nn.Parameter)]):
+                what = f"At the end of the run the weights of `{user_class(model.module).__name__}` are not finite."
+                self._runtime.report(f"{what} {self._first or _UNSEEN} {_ADVICE}")
+
+
+def _bad(of_ranks: Iterable[Iterable[bool]]) -> str:
+    """The ranks that have a loss that is not finite."""
+    return ", ".join(str(rank) for rank, are_finite in enumerate(of_ranks) if not all(are_finite))
+
+
+_UNSEEN = "The loss was finite in all steps that were watched."
+_ADVICE = 'To stop at such a step, or skip it, call `fabric.guard_gradients("raise")` or `("skip")` before the loop.'

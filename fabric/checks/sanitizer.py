@@ -7,7 +7,7 @@
 
 Steps are counted by their synchronised backward, which all ranks run, also one that leaves a step of its optimizer out;
 from 1 again where an optimizer is set up. A watch is attached from the end of the backward before a watched step to the
-end of the next one, and compares after each backward: one all-reduce of seven numbers (`agreement.py`). What ranks have
+end of the next one, and compares after each backward: one all-reduce of eight numbers (`agreement.py`). What ranks have
 is gathered only to write the error. In other steps nothing is attached: `fabric.backward` compares two integers.
 
 Knows what was set up, and no strategy: which ranks hold the same part of a tensor, the strategy's `StateAccess` knows.
@@ -16,29 +16,29 @@ Knows what was set up, and no strategy: which ranks hold the same part of a tens
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, final
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fabric.checks.agreement import Fact, SanitizerError, Value, compare
-from fabric.checks.check import Check, Moments
+from fabric.checks.check import Check, Moments, StepCounter
 from fabric.checks.forward_weights import ForwardWeights
-from fabric.checks.steps import StepCounter
-from fabric.checks.strangers import Strangers
+from fabric.checks.nonfinite import Divergence
 from fabric.checks.training_state import Parameters, gradients_of, modes_of, names_in, options_of, weights_and_states
-from fabric.loop.seed import device_rngs
+from fabric.checks.unprepared import UnpreparedOptimizers
+from fabric.strategies.accelerators.registry import device_rngs
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.collectives.c10d_check import compare_collectives
 from fabric.strategies.data.rng import digest, torch_rng
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.tensors.autograd_graph import goes_through
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.nests import tensors_in
 from fabric.strategies.tensors.parameters import parameters_of
@@ -68,10 +68,10 @@ class WatchedSteps:
 class Sanitizer(Check):
     """Tells the watch what was set up, and attaches it to the steps that are watched.
 
-    `steps`: the counters of all prepared optimizers; `models`: all that are set up. `is_comparable(model)`: whether all
-    ranks set it up, and call `fabric.backward` together. `has_whole_gradients(model)`: whether every rank has the
-    averaged gradients of all of the model when its optimizer steps. `sees_collectives`: whether they are those of
-    torch.distributed.
+    `steps`: the counters of all prepared optimizers; `access_of`: the access to the state of one; `unprepared`: what is
+    known of other optimizers. `is_comparable(model)`: whether all ranks set it up, and call `fabric.backward` together.
+    `has_whole_gradients(model)`: whether every rank has the averaged gradients of all of the model when its optimizer
+    steps. `sees_collectives`: whether they are those of torch.distributed.
     """
 
     def __init__(
@@ -79,7 +79,9 @@ class Sanitizer(Check):
         sanitize: Sanitize,
         moments: Moments,
         steps: Mapping[Optimizer, StepCounter],
-        models: Iterable[Prepared],
+        access_of: Callable[[Optimizer], StateAccess],
+        unprepared: UnpreparedOptimizers,
+        divergence: Divergence,
         *,
         is_comparable: Callable[[Prepared], bool],
         has_whole_gradients: Callable[[Prepared], bool],
@@ -87,7 +89,9 @@ class Sanitizer(Check):
     ) -> None:
         self._is_comparable, self._has_whole_gradients = is_comparable, has_whole_gradients
         self._is_always = sanitize == "always"
-        self._watch_of = partial(_Watch, WatchedSteps(sanitize), moments, steps, models, sees_collectives)
+        self._watch_of = partial(
+            _Watch, WatchedSteps(sanitize), moments, steps, access_of, unprepared, divergence, sees_collectives
+        )
 
     def connected(self, runtime: Runtime) -> None:
         self._watch = self._watch_of(runtime)
@@ -107,6 +111,19 @@ class Sanitizer(Check):
 
 
 @final
+@dataclass(eq=False)
+class _Model:
+    """A model that is compared; the model keeps it alive."""
+
+    prepared: Prepared
+    parameters: Parameters
+    """As they were set up."""
+    is_whole: bool
+    """Whether each rank has all of its gradients."""
+    forward_weights: ForwardWeights
+
+
+@final
 class _Watch(Check):
     """Compares after each synchronised backward, while it is attached."""
 
@@ -115,20 +132,21 @@ class _Watch(Check):
         watched: WatchedSteps,
         moments: Moments,
         steps: Mapping[Optimizer, StepCounter],
-        models: Iterable[Prepared],
+        access_of: Callable[[Optimizer], StateAccess],
+        unprepared: UnpreparedOptimizers,
+        divergence: Divergence,
         sees_collectives: bool,
         runtime: Runtime,
     ) -> None:
         self._watched, self._moments, self._steps, self._runtime = watched, moments, steps, runtime
-        self._sees_collectives = sees_collectives
-        self._strangers = Strangers(runtime, models)
+        self._access_of, self._sees_collectives = access_of, sees_collectives
+        self._unprepared, self._divergence = unprepared, divergence
         self._everyone = tuple(range(runtime.world.size))
-        self._models: list[tuple[Prepared, Parameters]] = []
-        """Each with its parameters as they were set up."""
-        self._whole: list[Prepared] = []
-        """The models whose gradients every rank has whole."""
-        self._forward_weights: list[ForwardWeights] = []
-        self._access: dict[Optimizer, StateAccess] = {}
+        self._has_models, self._num_added = False, 0
+        self._objects: WeakValueDictionary[int, _Model | Optimizer] = WeakValueDictionary()
+        """What was set up and still exists on this rank, by its number, the same on all ranks."""
+        self._compared: set[int] = set()
+        """The numbers of what is compared: see `_forget_gone`."""
         self.reads_same_data = runtime.share.count != runtime.world.size
         self._attached = ExitStack()
         """Undoes what was attached."""
@@ -136,14 +154,15 @@ class _Watch(Check):
         self._first = 0
         """Synchronised backwards before the step that counts as 1."""
         self._stepped: dict[Optimizer, int] = {}
-        """Optimizers that have stepped since the last comparison, and how many steps each has taken."""
-        self._held: dict[Optimizer, set[int]] = {}
+        """Optimizers that have stepped since the last comparison, and how many steps each has taken. They, and with
+        them their models, live until they are compared: the program may have let go of them before `fabric.close()`."""
+        self._held: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
         """The ids of the parameters with which an optimizer was set up. Those of no model, added later, may not be
         averaged."""
-        self._known: set[Optimizer] = set()
+        self._known: WeakSet[Optimizer] = WeakSet()
         """Optimizers that were there at an earlier comparison, and so may have states."""
         self._noted: dict[Fact, Value] = {}
-        """Gradients before a step since the last comparison, and modes after a backward."""
+        """Gradients before a step since the last comparison."""
         self._equal_after = ""
         self._has_raised = False
         self._is_counted_here = False
@@ -158,22 +177,39 @@ class _Watch(Check):
 
     def add_model(self, model: Prepared, *, has_whole_gradients: bool) -> None:
         """Compare this model, too."""
-        self._models.append((model, dict(model.module.named_parameters(remove_duplicate=False))))
-        if has_whole_gradients:
-            self._whole.append(model)
-        self._forward_weights.append(ForwardWeights(model.module))
+        parameters = dict(model.module.named_parameters(remove_duplicate=False))
+        watched = _Model(model, parameters, has_whole_gradients, ForwardWeights(model))
+        model.path.kept.append(watched)
+        self._has_models = True
+        self._add(watched)
 
-    def add_optimizers(self, optimizers: Mapping[Optimizer, StateAccess]) -> None:
+    def add_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Compare their options and states, too, and count steps from here."""
-        self._access.update(optimizers)
-        self._held.update({each: set(map(id, parameters_of(each))) for each in optimizers})
-        if self._models:
+        for optimizer in optimizers:
+            self._held[optimizer] = set(map(id, parameters_of(optimizer)))
+            self._add(optimizer)
+        if self._has_models:
             self._first = self._moments.num_backwards
             self.begin()
+
+    def _add(self, obj: _Model | Optimizer) -> None:
+        self._num_added += 1
+        self._objects[self._num_added] = obj
+        self._compared.add(self._num_added)
+
+    def _models(self) -> list[_Model]:
+        return [each for each in self._objects.values() if isinstance(each, _Model)]
+
+    def _forget_gone(self) -> None:
+        """Compare no more what a rank has let go of: others may not have noticed yet. Ranks: all."""
+        of_ranks = self._runtime.collective.all_gather_object(set(self._objects))
+        self._compared.intersection_update(*of_ranks)
 
     def begin(self) -> None:
         """Watch the next step."""
         self._moments.due_at, self._moments.due = sys.maxsize, self.begin
+        for each in self._models():
+            each.forward_weights.attach()
         if self not in self._moments.checks:
             self._attached.callback(register_optimizer_step_pre_hook(self._stepping).remove)
             self._moments.add(self)
@@ -187,9 +223,10 @@ class _Watch(Check):
 
     def removed(self) -> None:
         self._attached.close()
+        self._divergence.where = None
         self._compares_collectives = False
-        for each in self._forward_weights:
-            each.remove()
+        for each in self._models():
+            each.forward_weights.remove()
 
     def compare_collectives(self) -> None:
         """Compare each collective before it runs, until the watch is detached."""
@@ -202,29 +239,31 @@ class _Watch(Check):
             self._batches += f"{digest_of_all(tensors)} "
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
-        self._strangers.before_backward()
+        self._unprepared.before_backward()
         self.compare_collectives()
-        if not goes_through(loss, "CompiledFunction"):  # compiled modules are compiled again where hooks come and go
-            for each in self._forward_weights:
-                each.attach()
 
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
-        self._strangers.after_backward()
+        self._unprepared.after_backward()
         if is_synchronised:
-            self._noted |= modes_of((model.module for model, _ in self._models), self._everyone)
             number = float(loss.detach().sum())
             data, self._batches = self._batches or number.hex(), ""
-            self._judge(*self._compare(number, data), data)
+            is_same_data, is_same_draw, num_nonfinite = self._compare(number, data, with_modes=True)
+            self._divergence.watch(number, num_nonfinite)
+            self._judge(is_same_data, is_same_draw, data)
             self._end_if_over()
 
     def gradients_averaged(self, parameters: Iterable[Tensor]) -> None:
-        self._strangers.averaged.update(map(id, parameters))
+        self._unprepared.averaged.update(map(id, parameters))
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._stepped[optimizer] = self._steps[optimizer].num_steps
+        self._divergence.watched_step(optimizer)
         if self._is_counted_here:  # not in `_stepping`: torch iterates over the hooks that this may remove
             self._is_counted_here = False
             self._end_if_over()
+
+    def before_setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._stepped.clear()  # otherwise a model that was trained would live on beside this one
 
     def closing(self) -> None:
         if not self._has_raised:  # the program has caught it
@@ -233,47 +272,64 @@ class _Watch(Check):
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before the hooks of the optimizer, which may remove gradients that other ranks own."""
         if self._runtime.backward.is_running:
-            for model, _ in self._models:
-                if not model.sync.averages_before_hooks and model.holds(optimizer):
+            for each in self._models():
+                if not each.prepared.sync.averages_before_hooks and each.prepared.holds(optimizer):
                     raise SanitizerError(_WITHIN.format(optimizer=type(optimizer).__name__))
-        if optimizer not in self._access:
-            self._strangers.step(optimizer)
+        if optimizer not in self._held:
+            self._unprepared.step(optimizer)
             return
         if optimizer in self._stepped:  # no synchronised `fabric.backward` since its last step
             self._moments.num_backwards += 1
             self._compare()
             self._is_counted_here = True
-        models = [model for model in self._whole if model.holds(optimizer)]
-        names = names_in(models or (model for model, _ in self._models))
+        watched = self._models()
+        models = [each.prepared for each in watched if each.is_whole and each.prepared.holds(optimizer)]
+        names = names_in(models or (each.prepared for each in watched))
         among = {id(each) for each in parameters_of(optimizer)}
         if not models:
             among -= self._held[optimizer] | names.keys()
         self._noted.update(gradients_of(optimizer, names, self._everyone, among))
 
-    def _compare(self, loss: float = 0.0, data: str = "", at: str = "in a backward") -> tuple[bool, bool, int]:
+    def _compare(
+        self, loss: float = 0.0, data: str = "", at: str = "in a backward", *, with_modes: bool = False
+    ) -> tuple[bool, bool, int]:
         """See `agreement.compare`. `at`: where it is called. Raises: SanitizerError, on every rank. Ranks: all."""
-        if not self._models:
+        if not self._has_models:
             return False, False, 0
         stepped, self._stepped = self._stepped, {}
         noted, self._noted = self._noted, {}
-        facts: dict[Fact, Value] = {}
-        for optimizer in self._access:  # first, for gradients that some ranks do not step with differ, too
-            facts |= options_of(optimizer, self._steps[optimizer].num_steps, self._everyone)
-        facts |= noted
-        stateful = {
-            optimizer: access
-            for optimizer, access in self._access.items()
-            if optimizer in self._known and self._held[optimizer].issuperset(map(id, parameters_of(optimizer)))
-        }
-        facts |= weights_and_states(self._models, stateful, self._runtime)
-        self._known.update(self._access)
         when = ", ".join(f"step {number} of `{type(optimizer).__name__}`" for optimizer, number in stepped.items())
         when = f"after {when}" if when else at
         since = f"They were equal {self._equal_after}." if self._equal_after else "It is the first comparison."
-        self._has_raised = True
-        found = compare(self._runtime.collective, facts, loss, data, self._drawn(), when, since)
+        self._has_raised, drawn, collective = True, self._drawn(), self._runtime.collective
+        found = None
+        while found is None:
+            facts, are_gone = self._facts(noted, with_modes=with_modes)
+            found = compare(collective, facts, loss, data, drawn, when, since, are_gone=are_gone)
+            if found is None:
+                self._forget_gone()
+        self._known.update(self._held)
         self._has_raised, self._equal_after = False, when
         return found
+
+    def _facts(self, noted: Mapping[Fact, Value], *, with_modes: bool) -> tuple[dict[Fact, Value], bool]:
+        """What this rank has of all that is compared, and whether some of it is gone here."""
+        compared = {number: each for number, each in self._objects.items() if number in self._compared}
+        models = [each for each in compared.values() if isinstance(each, _Model)]
+        optimizers = [each for each in compared.values() if isinstance(each, Optimizer)]
+        facts: dict[Fact, Value] = {}
+        for optimizer in optimizers:  # first, for gradients that some ranks do not step with differ, too
+            facts |= options_of(optimizer, self._steps[optimizer].num_steps, self._everyone)
+        facts |= noted
+        if with_modes:
+            facts |= modes_of((each.prepared.module for each in models), self._everyone)
+        stateful = {
+            optimizer: self._access_of(optimizer)
+            for optimizer in optimizers
+            if optimizer in self._known and self._held[optimizer].issuperset(map(id, parameters_of(optimizer)))
+        }
+        facts |= weights_and_states([(each.prepared, each.parameters) for each in models], stateful, self._runtime)
+        return facts, len(compared) < len(self._compared)
 
     def _drawn(self) -> str:
         """The states of torch's generators that have changed since the last comparison; if none has, this rank."""
@@ -282,11 +338,8 @@ class _Watch(Check):
         drawn = [now for now, then in zip(self._generators, before, strict=False) if now != then]
         return "".join(drawn) or str(self._runtime.world.rank)
 
-    def _judge(self, is_same_data: bool, is_same_draw: bool, num_nonfinite: int, data: str) -> None:
-        """Report losses that are not finite, and ranks that should read different data, or draw other numbers for it,
-        and do not."""
-        if num_nonfinite:
-            self._runtime.report(f"The loss is not finite on {num_nonfinite} of {len(self._everyone)} ranks.")
+    def _judge(self, is_same_data: bool, is_same_draw: bool, data: str) -> None:
+        """Report ranks that should read different data, or draw other numbers for it, and do not."""
         if self.reads_same_data:
             return
         if is_same_draw and not is_same_data and not self._has_told_of_draws:

@@ -43,8 +43,8 @@ _MODAL = (
 
 
 def options_of(optimizer: Optimizer, num_steps: int, everyone: tuple[int, ...]) -> dict[Fact, Value]:
-    """The steps and hyperparameters of one optimizer. Numbers are rounded: libraries of mathematics differ. Tensors
-    are left out: those that learn are states."""
+    """The steps and hyperparameters of one optimizer. Numbers are rounded: libraries of mathematics differ. Tensors are
+    left out: a hyperparameter that learns is a state."""
     name = type(optimizer).__name__
     texts: dict[tuple[Kind, str], str] = {("steps", f"the number of steps of `{name}`"): str(num_steps)}
     for number, group in enumerate(optimizer.param_groups):

@@ -1,45 +1,65 @@
-"""Optimizers that were never set up, of models that were: where they would train nothing, or on each rank its own.
+"""Optimizers that were never set up, of models that were or were not: what they train, on each rank.
 
 Some strategies replace a model's parameters (by shards), and an optimizer made before `setup` goes on holding the old
 ones: its steps move nothing that the model uses. Others (DeepSpeed, ddp_sharded) reduce gradients for optimizers that
-they know, and no others. Torch calls a hook before each step of any optimizer; it is registered only where one of the
-two is so, and costs a look-up for each step of an optimizer that was set up.
+they know, and no others, and a loss scaler divides the gradients of those alone. Torch calls a hook before each step of
+any optimizer; it is registered only where one of these is so, and costs a look-up for each step of an optimizer that
+was set up.
+
+`fabric.backward(loss)` of a generator and a discriminator computes the gradients of both, and averages those of the
+models that were set up. So, in watched steps, a message is logged, once, for an optimizer that was not set up and steps
+with gradients of `fabric.backward`. It is no error: ranks may train a part of their own, and a program may average by
+calls of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, final
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.parameters import parameters_of
 
 
 @final
 class UnpreparedOptimizers:
-    """What one fabric knows of the parameters of its models. `prepared`: the optimizers that were set up."""
+    """What one fabric knows of them. `optimizers` and `models`: those that were set up."""
 
-    def __init__(self, prepared: Container[Optimizer]) -> None:
-        self._prepared = prepared
+    def __init__(
+        self, runtime: Runtime, optimizers: Mapping[Optimizer, Any], models: Callable[[], Iterable[Prepared]]
+    ) -> None:
+        self._runtime, self._optimizers, self._models = runtime, optimizers, models
         self._replaced = WeakTensorKeyDictionary()  # the optimizer alone may keep them in memory
-        self._needing: list[tuple[nn.Module, str]] = []
+        self._needing: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._is_attached = False
+        self._gradients: WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = WeakKeyDictionary()
+        """Optimizers that have stepped, each with its gradients before the present backward."""
+        self._trained: WeakSet[Optimizer] = WeakSet()
+        """Those that have got gradients from `fabric.backward`."""
+        self._reported: WeakSet[Optimizer] = WeakSet()
+        self.averaged: set[int] = set()
+        """The ids of parameters that the program averages."""
 
     def add(self, module: nn.Module, before: Iterable[Tensor], undo: ExitStack, why_set_up: str | None) -> None:
         """Take in a model that was set up. `before`: its parameters as they were then.
 
-        `why_set_up`: why its optimizer must have been set up with it; None where it need not.
+        `why_set_up`: why its optimizers must be set up; None where they need not.
         """
         now = {id(parameter) for parameter in module.parameters()}
         replaced = [parameter for parameter in before if id(parameter) not in now]
         self._replaced.update(dict.fromkeys(replaced, type(module).__name__))
         if why_set_up is not None:
-            self._needing.append((module, why_set_up))
-        if replaced or why_set_up is not None:
+            self._needing[module] = why_set_up
+        if (replaced or why_set_up is not None) and not self._is_attached:
+            self._is_attached = True
             undo.callback(register_optimizer_step_pre_hook(self._check).remove)
 
     def model_of(self, parameter: Tensor) -> str | None:
@@ -54,13 +74,47 @@ class UnpreparedOptimizers:
                 raise ValueError(_REPLACED.format(optimizer=type(optimizer).__name__, name=name))
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._prepared:
+        if optimizer in self._optimizers:
             return
         self.refuse_replaced([optimizer])
-        held = set(map(id, parameters_of(optimizer)))
-        for module, why in self._needing:
-            if not held.isdisjoint(map(id, module.parameters())):
+        own = self._own(optimizer)
+        for module, why in self._needing.items():
+            if not own.isdisjoint(map(id, module.parameters())):
                 raise RuntimeError(_UNKNOWN.format(type(optimizer).__name__, type(module).__name__, why))
+
+    def _own(self, optimizer: Optimizer) -> set[int]:
+        """The ids of its parameters that no optimizer which was set up holds, too: SAM steps one of its own."""
+        held = {id(each) for known in self._optimizers for each in parameters_of(known)}
+        return {id(each) for each in parameters_of(optimizer)} - held
+
+    def before_backward(self) -> None:
+        """`fabric.backward` is about to compute gradients, in a watched step."""
+        for optimizer in self._gradients:
+            self._gradients[optimizer] = _gradients_of(optimizer)
+
+    def after_backward(self) -> None:
+        """`fabric.backward` has computed gradients."""
+        self._trained.update(each for each, before in self._gradients.items() if _gradients_of(each) != before)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """An optimizer that was not set up is about to step, in a watched step."""
+        self._gradients.setdefault(optimizer, [])
+        if optimizer not in self._trained or optimizer in self._reported:
+            return
+        self._reported.add(optimizer)
+        name = type(optimizer).__name__
+        own = {id(each) for each in parameters_of(optimizer) if each.is_leaf and each.grad is not None}
+        own &= self._own(optimizer)
+        of = [each for each in self._models() if not own.isdisjoint(map(id, each.module.parameters()))]
+        known = {id(each) for model in self._models() for each in model.sync.parameters_held()}
+        if of:
+            self._runtime.report(_NOT_COUNTED.format(name, type(of[0].module).__name__))
+        elif own and own.isdisjoint(known | self.averaged):
+            self._runtime.report(_NOT_AVERAGED.format(optimizer=name, number=len(own)))
+
+
+def _gradients_of(optimizer: Optimizer) -> list[tuple[int, int]]:
+    return [(id(each.grad), each.grad._version) for each in parameters_of(optimizer) if each.grad is not None]
 
 
 _REPLACED = (
@@ -68,7 +122,15 @@ _REPLACED = (
     "the parameters of `{name}`, and these are no longer used, so nothing would be trained. Write `model, optimizer = "
     "fabric.setup(model, optimizer)`, or make it from what `fabric.setup` returned."
 )
-_UNKNOWN = (
-    "`{}.step()` of an optimizer of `{}` that was not set up: each rank would step with its own gradients, which are "
-    "not averaged. {}"
+_UNKNOWN = "`{}.step()` of an optimizer of `{}` that was not set up: {}"
+_NOT_COUNTED = (
+    "`{}.step()` of an optimizer of `{}` that was not set up: `fabric.num_steps` does not count its steps, and its "
+    "states and hyperparameters are not compared. Write `model, optimizer = fabric.setup(model, optimizer)`, or "
+    "`optimizer = fabric.setup_optimizers(optimizer)`."
+)
+_NOT_AVERAGED = (
+    "`{optimizer}.step()` of an optimizer that was not set up, with gradients of `fabric.backward` for {number} "
+    "parameters of no model that was set up: they are not averaged, and each rank trains weights of its own. Write "
+    "`model, optimizer = fabric.setup(model, optimizer)`, or `fabric.average_gradients(model.parameters())` before "
+    "the step. If each rank is to have weights of its own, ignore this message."
 )

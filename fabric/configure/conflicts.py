@@ -208,5 +208,8 @@ def describe_world(machine: Machine) -> str:
             f"{world.launcher!r} ({world.local_size} on this node)"
         )
     read = f"; read: {', '.join(machine.variables)}" if machine.variables else ""
+    if world.launcher == "local":
+        names = " ".join(each.partition("=")[0] for each in machine.variables)
+        read += f"; if no launch by hand is meant, `unset {names}`"
     processes = f"{world.size} process{'es' * (world.size > 1)}"
     return f"{world.launcher} started {processes} ({world.local_size} on this node{read})"

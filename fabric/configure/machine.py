@@ -129,6 +129,8 @@ def _world(environ: Mapping[str, str], request: Request) -> World | None:
 
 
 def _to_look_at(wanted: str | Accelerator) -> tuple[Accelerator, ...]:
+    if wanted == "cpu":
+        return (CPUAccelerator(),)
     known = {accelerator.name: accelerator for accelerator in accelerators(installed=False)}
     if isinstance(wanted, Accelerator):
         known[wanted.name] = wanted
@@ -138,7 +140,7 @@ def _to_look_at(wanted: str | Accelerator) -> tuple[Accelerator, ...]:
 
 
 def _packages(wanted: str | Strategy) -> Mapping[str, str]:
-    """The strategies that `auto` chooses need no package beyond those of their accelerator."""
+    """The strategies that `auto` chooses need no package beyond the packages of their accelerator."""
     if wanted == "auto":
         return {}
     return (make_strategy(wanted) if isinstance(wanted, str) else wanted).look_for_packages()

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.fabric import Fabric as CoreFabric
-from fabric.launchers.process.program import is_interactive
+from fabric.launchers.process.program import who_goes_on
 from fabric.launchers.registry import LAUNCHERS
 from fabric.lightning.accelerators import Accelerator, accelerator_of
 from fabric.lightning.connector import core_arguments
@@ -28,6 +28,7 @@ from fabric.lightning.strategies import Strategy, strategy_of
 from fabric.lightning.unsupported import unsupported
 from fabric.lightning.utilities.seed import seed_everything
 from fabric.lightning.wrappers import AfterStep, _FabricDataLoader, _FabricModule, prepared, unwrap
+from fabric.output.callbacks import methods
 from fabric.strategies.checkpoint import foreign
 from fabric.strategies.collectives.collective import Collective
 
@@ -235,6 +236,7 @@ class Fabric:
         for loader in loaders:
             if isinstance(loader, _FabricDataLoader):
                 loader.numbers_samplers = True  # as there
+                loader.seed_workers_by_rank(self.global_rank)
         return loaders if len(dataloaders) > 1 else result
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
@@ -260,7 +262,7 @@ class Fabric:
         return self.core.autocast()
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Run backward, and average gradients over the ranks: those of what was set up."""
+        """Run backward, and average the gradients of the models that were set up over the ranks."""
         if self._models or self._hooks:
             self.core.backward(tensor, *args, model=prepared(model), **kwargs)
         else:
@@ -281,9 +283,10 @@ class Fabric:
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
-        """Clip by value, or by the norm over all shards. `module=None`: the module whose parameters are stepped."""
+        """Clip the gradients of one optimizer, by value, or by their norm over all shards. `module=None`: the module
+        whose parameters it steps."""
         return self.core.clip_gradients(
-            self._model_of(module, optimizer), optimizer, clip_val, max_norm, norm_type, error_if_nonfinite
+            self._model_of(module, optimizer), [optimizer], clip_val, max_norm, norm_type, error_if_nonfinite
         )
 
     # Collectives
@@ -326,12 +329,17 @@ class Fabric:
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write one file, under every strategy, which `torch.load` reads. Rank 0 gathers the state.
+        """Write one file, which `torch.load` reads: rank 0 gathers the state. With `state_dict_type="sharded"` or
+        `save_distributed_checkpoint=True` each rank writes its shards into a folder, as `fabric.Fabric.save` does.
 
         Loaders without a position are omitted. Ranks: all call it.
         """
-        content = self.core._checkpoints.content(_unwrapped("save", state), filter, gathered=True)
-        foreign.save(self.core._connected.collective, path, content)
+        plain = _unwrapped("save", state)
+        if self._strategy.saves_shards:
+            self.core.save(path, plain, filter)
+        else:
+            content = self.core._checkpoints.content(plain, filter, gathered=True)
+            foreign.save(self.core._connected.collective, path, content)
 
     def load(
         self,
@@ -376,10 +384,8 @@ class Fabric:
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of every callback that has it, with the keyword arguments that it accepts."""
-        for callback in self._callbacks:
-            method = getattr(callback, hook_name, None)
-            if method is not None:
-                method(*args, **_accepted(method, kwargs))
+        for method in methods(self._callbacks, hook_name):
+            method(*args, **_accepted(method, kwargs))
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
@@ -396,9 +402,8 @@ class Fabric:
         chosen = self.core._configuration
         if chosen.topology.size == 1 or chosen.world is not None:
             return False
-        launcher = LAUNCHERS.get(chosen.launcher)
-        needs_function = launcher is not None and launcher.needs_function
-        return is_interactive() or needs_function or "script" not in chosen.strategy.launchers
+        needs_function = chosen.launcher in LAUNCHERS and LAUNCHERS[chosen.launcher].needs_function
+        return who_goes_on() is not None or needs_function or "script" not in chosen.strategy.launchers
 
     def _watch(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:

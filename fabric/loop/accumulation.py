@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from typing import Any, Generic, TypeVar, final
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.loop_progress import NOT_COUNTED, End, ReadAhead, RepeatedBatches
-from fabric.strategies.data.take import length_of, once
+from fabric.strategies.data.positions import length_of, once
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.tensors.parameters import parameters_of
@@ -36,7 +37,7 @@ class Accumulation:
         """Models whose last backward left gradients on the rank that computed them."""
         self.repeated: RepeatedBatches | None = None
         """Set once a loader may repeat batches on ranks whose data has ended."""
-        self._guarded: dict[Optimizer, Callable[[], None]] = {}
+        self._guarded: WeakKeyDictionary[Optimizer, Callable[[], None]] = WeakKeyDictionary()
         self.note_batch: Callable[[Any, object], None] | None = None
         """Called with each micro-batch that the loop receives, and this object."""
 

@@ -5,9 +5,11 @@ Which function computes the gradients depends on the models that are set up, and
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from fabric.strategies.gradients.sync import backward_through
 from fabric.strategies.precision.forward_precision import casts
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.tensors.autograd_graph import goes_through
+from fabric.strategies.tensors.nests import goes_through
 
 
 @final
@@ -40,7 +42,7 @@ class LossBackward:
         models = list(self._set_up.models.values())
         joins = len(models) == 1 or all(model.joins_backward for model in models)
         is_empty = not models and not self._set_up.optimizers
-        self._of_all = _no_model if is_empty else self._through(models) if joins else _which_model
+        self._of_all = _no_model if is_empty else self._through(models) if joins else self._of_one
 
     def run(
         self,
@@ -100,18 +102,32 @@ class LossBackward:
         """The backward of a loss that may reach these models, and parameters in no module."""
         runtime, bare = self._runtime, self._set_up.bare
         scaler = runtime.loss_scaler
-        scale = models[0].scale_loss if len(models) == 1 else None
+        scale = None
+        if len(models) == 1 and models[0].scale_loss is not None:
+            scale = partial(_scale, ref(models[0]))
         return backward_through(
             scale or (None if scaler is None else scaler.scale_loss),
             [*(model.sync for model in models), *([bare] if bare else [])],
             runtime.new_tensors if casts(runtime.precision) else None,
         )
 
+    def _of_one(self, *args: Any, **kwargs: Any) -> None:
+        """The backward where each model has an engine of its own: all but one may be gone."""
+        if not self._is_one_left():
+            raise RuntimeError(_WHICH_MODEL)
+        self._of_all(*args, **kwargs)
+
+    def _is_one_left(self) -> bool:
+        """Whether one model is left, without those that only reference cycles keep."""
+        gc.collect()
+        self.models_changed()
+        return len(self._set_up.models) == 1
+
     def _run_weighted(self, run: Callable[[], None], named: Sequence[Prepared], weight: Weight) -> None:
-        models = named or list(self._set_up.models.values())
         bare = self._set_up.bare or None
-        if len(self._set_up.models) != 1 and (not named or bare is not None):
+        if len(self._set_up.models) != 1 and (not named or bare is not None) and not self._is_one_left():
             raise ValueError(_WEIGHT_OF_WHICH_MODEL)
+        models = named or list(self._set_up.models.values())
         num_held = sum(any(model is each for each in self._accumulation.held) for model in models)
         if 0 < num_held < len(models):
             raise RuntimeError(_SYNCED_IN_PART)
@@ -122,13 +138,15 @@ def _no_model(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(f"`fabric.backward(loss)` {NO_MODEL}")
 
 
-def _which_model(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        "Several models are set up, and each has an engine of its own to run backward. "
-        "Name the model of the loss: `fabric.backward(loss, model=model)`."
-    )
+def _scale(model: ref[Prepared], loss: Tensor) -> Tensor:
+    prepared = model()
+    return loss if prepared is None or prepared.scale_loss is None else prepared.scale_loss(loss)
 
 
+_WHICH_MODEL = (
+    "Several models are set up, and each has an engine of its own to run backward. "
+    "Name the model of the loss: `fabric.backward(loss, model=model)`."
+)
 NO_MODEL = "before `fabric.setup(model)`, or after `fabric.close()`. Set the model up first, and close the fabric last."
 _WEIGHT_OF_WHICH_MODEL = (
     "`fabric.backward(loss, weight=...)` with several models set up: a weight divides the gradients of the models that "
@@ -154,7 +172,7 @@ _EXPLAINED = {
     "returned an invalid gradient": _IN_SHARDS,  # of DeepSpeed and of FairScale
     "out of bounds for storage of size 0": _FREED,
 }
-"""Words of errors of torch, and what is said besides."""
+"""Words in errors of torch, and the sentence that is added to each."""
 _SYNCED_IN_PART = (
     "`fabric.backward(loss, weight=..., model=[...])` while some of the models are within `no_backward_sync` and "
     "others are not. Enter `no_backward_sync` for all of them, or pass all of them to `accumulate`."

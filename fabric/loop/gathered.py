@@ -1,40 +1,115 @@
-"""Whole parameters of a model in shards, to be read outside of its forward: `Fabric.gathered`."""
+"""Whole parameters of a model, read or written outside of its forward, under every strategy: `Fabric.gathered`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, cast, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.checkpoint.state import PLAIN
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.tensors.digest import numbers_of
+from fabric.strategies.tensors.dtensor import as_sharded
 
 
 @contextmanager
-def gathered(module: nn.Module, access: StateAccess) -> Iterator[None]:
-    """See `Fabric.gathered`. Ranks: all, with the same module."""
-    places = [
-        (part._parameters, name, parameter)
-        for part in module.modules()
-        for name, parameter in part._parameters.items()
-        if isinstance(parameter, nn.Parameter)  # not a copy of an outer context
-    ]
-    parameters = list(dict.fromkeys(parameter for _, _, parameter in places))
-    copies = dict(zip(parameters, access.gather(parameters), strict=True))
-    versions = {copy: copy._version for parameter, copy in copies.items() if copy is not parameter}
-    for own, name, parameter in places:
-        own[name] = copies[parameter]  # type: ignore[assignment]
+def gathered(
+    module: nn.Module, prepared: Prepared | None, ranks: Collective, *, is_alike: bool, write: bool
+) -> Iterator[None]:
+    """See `Fabric.gathered`. Ranks: all, with the same module.
+
+    `prepared`: the model that has the module; None: none has. `is_alike`: whether all ranks hold the same plain
+    parameters, so that what is written into them is compared, too.
+    """
+    names = {"model": type(module).__name__}
+    if write and prepared is not None:
+        present = set(prepared.module.parameters())
+        if any(as_sharded(each) is not None and each not in present for each in prepared.sync.parameters_held()):
+            raise RuntimeError(_NOT_RESHARDED.format(**names))
+    access = PLAIN if prepared is None else prepared.state
+    parameters = [each for each in module.parameters() if isinstance(each, nn.Parameter)]  # no copy of an outer context
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not write):
+        whole = zip(parameters, access.gather(parameters), strict=True)
+    copies = {each: copy for each, copy in whole if copy is not each}
+    if write:  # leaves of the graph, as they are in one process
+        copies = {each: nn.Parameter(copy.detach(), each.requires_grad) for each, copy in copies.items()}
+    places = [_Place(part, copies) for part in module.modules()]
+    versions = [copy._version for copy in copies.values()]
+    hooks = [hook for place in places if write and place.own for hook in place.hooks()]
+    for place in places:
+        place.put(1)
     try:
         yield
+        replaced = [
+            name for each in places for name, (_, copy) in each.own.items() if each.present.get(name) is not copy
+        ]
+        alike = {*copies.values(), *(module.parameters() if is_alike else ())}
+        written = {name: each for name, each in module.named_parameters() if each in alike}
     finally:
-        for own, name, parameter in places:
-            own[name] = parameter
-    if any(copy._version != version for copy, version in versions.items()):
-        raise RuntimeError(_WRITTEN.format(model=type(module).__name__))
+        for place in places:
+            place.put(0)
+        for hook in hooks:
+            hook.remove()
+    if not write:
+        if versions != [copy._version for copy in copies.values()]:
+            raise RuntimeError(_WRITTEN.format(**names))
+        return
+    if replaced:
+        raise RuntimeError(_REPLACED.format(name=replaced[0], **names))
+    if prepared is not None:
+        mine = dict(zip(written, numbers_of(written.values()), strict=True))
+        for rank, theirs in enumerate(ranks.all_gather_object(mine)):  # in a pipeline each has some of the names
+            if differing := [name for name, digest in theirs.items() if mine.get(name, digest) != digest]:
+                raise RuntimeError(_DIFFERENT.format(name=differing[0], rank=rank, other=ranks.rank, **names))
+    with torch.no_grad():
+        access.scatter(list(copies), list(copies.values()))
+
+
+@final
+class _Place:
+    """The parameters of one module that have copies, by name: each with its copy."""
+
+    def __init__(self, part: nn.Module, copies: Mapping[Any, Tensor]) -> None:
+        self.part, self.present = part, cast(dict[str, Any], part._parameters)
+        self.own = {name: (each, copies[each]) for name, each in self.present.items() if each in copies}
+
+    def put(self, which: int) -> None:
+        """0: the parameters, 1: the copies."""
+        self.present.update({name: pair[which] for name, pair in self.own.items()})
+
+    def hooks(self) -> tuple[Any, Any]:
+        """Let `load_state_dict` load into the copies: hooks of `fully_shard` expect to find shards after it."""
+        before = self.part.register_load_state_dict_pre_hook(self._load)  # type: ignore[no-untyped-call]
+        return before, self.part.register_load_state_dict_post_hook(lambda *_: self.put(1))  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _load(self, part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        self.put(0)
+        for name, (each, copy) in self.own.items():
+            given = state.get(prefix + name)
+            if isinstance(given, Tensor) and given.shape == copy.shape:
+                copy.copy_(given)
+                state[prefix + name] = each
 
 
 _WRITTEN = (
     "A parameter of `{model}` was changed within `fabric.gathered`, where it is a copy of the weight in shards: the "
-    "change is lost. Load other weights by `fabric.load_raw`, or change each element of a shard outside of it "
-    "(`parameter.mul_(0.5)`; not at ZeRO stage 3)."
+    "change is lost. Write `with fabric.gathered(model, write=True):`, on every rank."
+)
+_DIFFERENT = (
+    "`fabric.gathered(model, write=True)` ended with values of `{name}` of `{model}` on rank {rank} that differ from "
+    "those on rank {other}. Every rank writes the same values: compute them alike, or send those of rank 0, "
+    "`mask = fabric.broadcast(mask)`."
+)
+_REPLACED = (
+    "`{name}` of `{model}` was removed or replaced within `fabric.gathered(model, write=True)`, as by "
+    "`torch.nn.utils.prune`. Prune before `fabric.setup`, or write in place after each step, `weight.mul_(mask)`."
+)
+_NOT_RESHARDED = (
+    "`fabric.gathered(model, write=True)` between forward and backward of `{model}`, whose parameters are still "
+    "gathered (`reshard_after_forward`): what is written would be lost. Write after `fabric.backward`."
 )

@@ -1,4 +1,4 @@
-"""One seed for all random generators of a process, and the generators of its devices.
+"""One seed for all random generators of a process.
 
 Nothing is written to the environment: the generators themselves are the only state.
 """
@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
 
 import torch
-
-from fabric.strategies.data.rng import Rng
 
 
 def seed_everything(seed: int, workers: bool = True) -> int:
     """Seed Python's `random`, NumPy and torch on every device with `seed`, from 0 to 2**32 - 1, and return it.
 
-    The same call on every rank gives every rank the same random numbers, so models are initialised alike. Once a model
-    is set up, ranks that read different data draw different numbers for dropout and augmentation, whether this is
-    called before or after: see `Fabric.setup`.
+    The same call on every rank gives every rank the same random numbers, so models are initialised alike. From the
+    first batch of a prepared loader, or the first forward after `setup`, ranks that read different data draw different
+    numbers for dropout and augmentation: see `Fabric.setup`.
     `workers`: a loader's workers are always seeded from torch's generator and the rank; False is an error.
     NumPy is seeded if it is imported; `import torch` imports it where it is installed.
     Raises: TypeError: the seed is None, which is not replaced by a random one. ValueError: out of range.
@@ -39,24 +36,3 @@ def seed_everything(seed: int, workers: bool = True) -> int:
 
         seed_device()
     return seed
-
-
-def device_rngs(devices: Iterable[torch.device]) -> list[Rng]:
-    """The generators of devices that are in use, in their order. The CPU's is a generator of the process."""
-    return [_device_rng(device) for device in devices if device.type != "cpu"]
-
-
-def _device_rng(device: torch.device) -> Rng:
-    if device.type == "xla":
-        from fabric.strategies.xla.device import device_rng
-
-        return Rng(*device_rng())
-    module = torch.get_device_module(device)
-    if device.type == "mps":  # one device; its functions take no index
-        return Rng(module.get_rng_state, module.set_rng_state, module.manual_seed)
-    index = device.index or 0
-    return Rng(
-        read=lambda: module.get_rng_state(index),
-        write=lambda state: module.set_rng_state(state, index),
-        seed=module.manual_seed_all,
-    )

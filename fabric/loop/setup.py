@@ -2,47 +2,60 @@
 
 The strategy distributes a model; here it is checked before, and what every strategy needs is attached afterwards: the
 averaging of parameters that are in no module, the counting of steps, the moments of the checks. Exists while a fabric
-is connected; everything that it attaches is undone by `undo`, when the fabric is closed.
+is connected; everything that it attaches to objects that still exist is undone when the fabric is closed.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, final
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.checks.check import Moments
-from fabric.checks.steps import StepCounter
+from fabric.checks.check import Moments, StepCounter
 from fabric.checks.unprepared import UnpreparedOptimizers
 from fabric.loop.accumulation import Accumulation
 from fabric.loop.weighting import ClosureLoss, Weighting
 from fabric.strategies.checkpoint.by_hand import refuse_whole_states, report_shards
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
-from fabric.strategies.gradients.bare_parameters import (
-    BareParameters,
-    outside,
-    refuse_another_model,
-)
+from fabric.strategies.gradients.bare_parameters import BareParameters, outside, refuse_another_model
 from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.deferred_init import initialize_empty
 from fabric.strategies.module.same_model import refuse_different_models
+from fabric.strategies.optimizers.owners import needs_owners
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.owners import needs_owners
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.tensors.dtensor import user_class
+from fabric.strategies.tensors.parameters import parameters_of
 
 if TYPE_CHECKING:
     from fabric.strategies.data.device_loader import DeviceLoader
 
 
 @final
+@dataclass(eq=False)
+class _OfOptimizer:
+    """What an optimizer keeps alive."""
+
+    access: StateAccess
+    models: Sequence[Prepared]
+    """Those of its parameters: between a forward and its backward the program may have the optimizer alone."""
+    attached: ExitStack
+    """Undoes what was attached to it, and to those that were set up with it."""
+
+
+@final
 class SetUp:
-    """The objects of one fabric that were set up, by what `setup` returned."""
+    """The objects of one fabric that were set up, by what `setup` returned. The program alone keeps them alive: see
+    Note [What was set up lives as long as the program has it]."""
 
     def __init__(
         self,
@@ -52,29 +65,46 @@ class SetUp:
         accumulation: Accumulation,
         weighting: Weighting,
         undo: ExitStack,
-        *,
-        draws_apart: bool,
     ) -> None:
-        """`draws_apart`: ranks that read different data draw different random numbers once a model is set up."""
+        """`undo`: called when the fabric is closed, after `detach`."""
         self._runtime, self._strategy, self._moments, self._undo = runtime, strategy, moments, undo
-        self._accumulation, self._draws_apart = accumulation, draws_apart
+        self._accumulation = accumulation
         self._closure_loss = ClosureLoss(runtime.collective, weighting)
-        self.models: dict[nn.Module, Prepared] = {}
-        self.optimizers: dict[Optimizer, StateAccess] = {}
-        """Each with the access to its state."""
-        self.schedulers: list[Stateful] = []
-        self.loaders: list[weakref.ref[DeviceLoader]] = []
-        self.steps: dict[Optimizer, StepCounter] = {}
+        self._numbers = count()
+        self._models: WeakValueDictionary[int, Prepared] = WeakValueDictionary()
+        self.optimizers: WeakKeyDictionary[Optimizer, ref[_OfOptimizer]] = WeakKeyDictionary()
+        self.schedulers: list[ref[Stateful]] = []
+        self.loaders: list[ref[DeviceLoader]] = []
+        self.steps: WeakKeyDictionary[Optimizer, StepCounter] = WeakKeyDictionary()
+        self.counters: list[StepCounter] = []
+        """Those of all optimizers, also of those that are gone: ranks let go of them at different times."""
+        self._attached: WeakValueDictionary[int, ExitStack] = WeakValueDictionary()
+        """Undoes what was attached to a model or an optimizer, which keeps it."""
         self.bare = BareParameters(runtime)
         """Parameters that are in no module."""
-        self._unprepared = UnpreparedOptimizers(self.optimizers)
+        self.unprepared = UnpreparedOptimizers(runtime, self.optimizers, self._living)
+
+    @property
+    def models(self) -> dict[nn.Module, Prepared]:
+        """The models that the program has, in the order in which they were set up."""
+        return {each.module: each for each in self._models.values()}
+
+    def _living(self) -> list[Prepared]:
+        return list(self._models.values())
+
+    def detach(self) -> None:
+        """Undo what was attached to the models and optimizers that the program has."""
+        with ExitStack() as attached:  # the last first, and each of them whatever another raises
+            for each in list(self._attached.values()):
+                attached.push(each)
 
     def forget(self) -> None:
-        """Drop all references to what was set up."""
-        for known in (self.models, self.optimizers, self.schedulers, self.loaders, self.steps):
+        """Drop all references to the objects that were set up."""
+        for known in (self._models, self.optimizers, self.schedulers, self.loaders, self.steps, self.counters):
             known.clear()  # others have them too
         self.bare.release()
-        self.bare, self._unprepared = BareParameters(self._runtime), UnpreparedOptimizers(self.optimizers)
+        self.bare = BareParameters(self._runtime)
+        self.unprepared = UnpreparedOptimizers(self._runtime, self.optimizers, self._living)
 
     def model(self, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> Prepared:
         """Set up a model and its optimizers. Ranks: all. Raises: as `Fabric.setup`."""
@@ -82,6 +112,8 @@ class SetUp:
         self._refuse_twice(module, *optimizers)
         for moment in self._moments.before_setup:
             moment(module, optimizers)
+        if self._models:
+            gc.collect()  # those that the program has let go of are in reference cycles, such as those of DDP
         bare = self._in_no_module(optimizers, module)
         self._refuse_shared(uncompiled(module))
         if runtime.device.type == "cpu" and runtime.collective.process_group is not None:
@@ -93,32 +125,38 @@ class SetUp:
             stack.callback(recompute(uncompiled(module), strategy.activation_checkpointing_policy))
             before = list(uncompiled(module).parameters())
             prepared = strategy.setup(runtime, module, optimizers, move)
-            self._undo.push(stack.pop_all())
-        self._undo.callback(prepared.release)
-        lack = strategy.lacks.get("later_optimizers") if runtime.world.size > 1 else None
-        self._unprepared.add(uncompiled(prepared.module), before, self._undo, lack)
-        self._undo.callback(report_shards(uncompiled(prepared.module), prepared.state, runtime.report))
-        self.models[prepared.module] = prepared
+            attached = stack.pop_all()
+        attached.callback(prepared.release)
+        model = replace(prepared, optimizers=WeakSet(prepared.optimizers), release_optimizers=lambda: None)
+        prepared.path.kept += [model, attached]
+        self._attached[next(self._numbers)] = attached
+        why = None if prepared.scale_loss is not None or runtime.loss_scaler is None else _SCALED
+        if runtime.world.size > 1 and (lack := strategy.lacks.get("later_optimizers")) is not None:
+            why = f"each rank would step with its own gradients, which are not averaged. {lack}"
+        self.unprepared.add(uncompiled(prepared.module), before, self._undo, why)
+        attached.callback(report_shards(uncompiled(prepared.module), prepared.state, runtime.report))
+        self._models[next(self._numbers)] = model
         for added in self._moments.model_set_up:
-            added(prepared)
-        if self._draws_apart:
-            runtime.apart.agree(runtime.share, runtime.collective.size, runtime.collective.start_add_numbers)
-        self._add(dict.fromkeys(prepared.optimizers, prepared.state), bare, move=move)
+            added(model)
+        runtime.apart.agree(runtime.share, runtime.collective.size, runtime.collective.start_add_numbers)
+        self._add(dict.fromkeys(optimizers, model.state), bare, [model], prepared.release_optimizers, move)
         return prepared
 
     def later_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Set up optimizers of models that were set up before. Raises: as `Fabric.setup_optimizers`."""
         self._refuse_twice(*optimizers)
         bare = self._in_no_module(optimizers)
-        self._undo.callback(self._strategy.setup_optimizers(self._runtime, optimizers))
-        shared = next((model.state for model in self.models.values()), PLAIN)  # for parameters outside of any module
-        self._add({each: self.state_access(each, otherwise=shared) for each in optimizers}, bare, move=True)
+        undo = self._strategy.setup_optimizers(self._runtime, optimizers)
+        models = [*self.models.values()]
+        shared = next((model.state for model in models), PLAIN)  # for parameters outside of any module
+        access = {each: self.state_access(each, otherwise=shared) for each in optimizers}
+        self._add(access, bare, [each for each in models if any(map(each.holds, optimizers))], undo)
 
     def add_loaders(self, loaders: Sequence[Iterable[Any]], *, is_split: bool) -> None:
         """Take in loaders that the strategy has prepared. `is_split`: whether each rank reads a share of them."""
         from fabric.strategies.data.device_loader import DeviceLoader  # which was imported, if there are loaders
 
-        self.loaders += [weakref.ref(each) for each in loaders if isinstance(each, DeviceLoader)]
+        self.loaders += [ref(each) for each in loaders if isinstance(each, DeviceLoader)]
         for moment in self._moments.loader_set_up:
             for each in loaders:
                 moment(each, is_split)
@@ -151,12 +189,31 @@ class SetUp:
 
     def state_access(self, obj: nn.Module | Optimizer, otherwise: StateAccess = PLAIN) -> StateAccess:
         """How the state of a module or an optimizer is read and written."""
-        if isinstance(obj, Optimizer) and obj in self.optimizers:
-            return self.optimizers[obj]
+        if isinstance(obj, Optimizer) and obj in self.optimizers and (known := self.optimizers[obj]()) is not None:
+            return known.access
         return next((model.state for model in self.models.values() if model.holds(obj)), otherwise)
+
+    def clipped_together(self, model: Prepared, given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+        """The optimizers whose gradients are clipped. Raises ValueError: see `Fabric.clip_gradients`."""
+        known, first = self.optimizers, given if isinstance(given, Optimizer) else None
+        chosen = [given] if isinstance(given, Optimizer) else list(known if given is None else given)
+        if len(known) > 1 or len(self.models) > 1:
+            own = set(model.sync.parameters_held())
+            held = {each: own.intersection(parameters_of(each)) for each in known}
+            if given is None:
+                chosen = [each for each in known if held[each] or each in model.optimizers]
+            rest = set[Tensor]().union(*held.values()).difference(parameters_of(first) if first else ())
+            if first in known and rest and (held[first] or self._model_of(first) not in (None, model)):
+                name = user_class(model.module).__name__
+                raise ValueError(_OF_A_PART.format(model=name, optimizer=type(first).__name__, count=len(rest)))
+        if not chosen or any(each not in known for each in chosen):
+            raise ValueError("`clip_gradients` was given an optimizer that was not set up. Pass it to `fabric.setup`.")
+        return chosen
 
     def scalers(self) -> list[Stateful]:
         """The loss scalers: those of engines, or that of the precision."""
+        if len(self.models) > 1:
+            gc.collect()
         own = [model.loss_scale for model in self.models.values() if model.loss_scale is not None]
         shared = self._runtime.loss_scaler
         return [*own] if own or shared is None else [shared]
@@ -191,7 +248,7 @@ class SetUp:
         others = [*self.models] if self._runtime.forward_communicates else []
         known = {each: type(other).__name__ for other in others for each in other.parameters()}
         for name, each in module.named_parameters():
-            other = known.get(each) or (self._unprepared.model_of(each) if each.requires_grad else None)
+            other = known.get(each) or (self.unprepared.model_of(each) if each.requires_grad else None)
             if other is not None:
                 raise ValueError(_SHARED.format(name=name, model=type(module).__name__, other=other))
 
@@ -205,7 +262,7 @@ class SetUp:
                 f"`{type(coming[0]).__name__}`, which were treated as parameters outside of any module. Set up every "
                 "module before the optimizers of its parameters, or together with them."
             )
-        self._unprepared.refuse_replaced(optimizers)
+        self.unprepared.refuse_replaced(optimizers)
         bare = outside(optimizers, (*self.models, *coming))
         for module in coming:
             refuse_another_model(module, optimizers, bare)
@@ -220,19 +277,34 @@ class SetUp:
             )
         return [parameter for _, parameter in bare]
 
-    def _add(self, optimizers: dict[Optimizer, StateAccess], bare: Sequence[Tensor], *, move: bool) -> None:
-        """Attach what every strategy needs in the steps of these, and average `bare` after each backward."""
-        runtime, undo = self._runtime, self._undo
+    def _add(
+        self,
+        optimizers: dict[Optimizer, StateAccess],
+        bare: Sequence[Tensor],
+        models: Sequence[Prepared],
+        release: Callable[[], None],
+        move: bool = True,
+    ) -> None:
+        """Attach what every strategy needs in the steps of these, and average `bare` after each backward.
+
+        `release`: restores the optimizers of the strategy.
+        """
+        runtime, undo = self._runtime, ExitStack()
+        undo.callback(release)
+        self._attached[next(self._numbers)] = undo
         if bare:
             self.bare.add(bare, move=move)
-        self.optimizers.update(optimizers)
-        for optimizer in optimizers:
+        for optimizer, access in optimizers.items():
+            vars(optimizer)["_set_up"] = known = _OfOptimizer(access, models, undo)
+            undo.callback(vars(optimizer).pop, "_set_up", None)
+            self.optimizers[optimizer] = ref(known)
             optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # the loss scaler sets it
             undo.callback(vars(optimizer).pop, "step_was_skipped", None)
             undo.callback(self._closure_loss.attach(optimizer))
             if not needs_owners(optimizer):  # whose states are whole
                 undo.callback(optimizer.register_load_state_dict_pre_hook(refuse_whole_states).remove)
             self.steps[optimizer] = StepCounter()
+            self.counters.append(self.steps[optimizer])
             undo.callback(self.steps[optimizer].attach(optimizer, runtime.loader_numbers, self._moments))
             if self._moments.before_step:
                 undo.callback(optimizer.register_step_pre_hook(self._moments.stepping).remove)
@@ -242,6 +314,15 @@ class SetUp:
             moment(optimizers)
 
 
+_SCALED = (
+    "`precision='16-mixed'` multiplies the loss by a scale, and divides the gradients of optimizers that were set up, "
+    "alone. Write `model, optimizer = fabric.setup(model, optimizer)`, or `fabric.setup_optimizers(optimizer)`."
+)
+_OF_A_PART = (
+    "`clip_gradients({model}, {optimizer})`: {count} parameters of `{model}` that other optimizers step would count in "
+    "no norm, and not be clipped. To clip all gradients of the model by one norm, leave the optimizer out: "
+    "`clip_gradients(model, max_norm=1.0)`. To clip those of this one alone, pass a list: `[optimizer]`."
+)
 _SHARED = (
     "{name!r} of `{model}` is also a parameter of `{other}`, which was set up before, and each would have its own "
     "shards. Set up one module that has both, or pass `strategy='ddp'`."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 
@@ -11,10 +11,16 @@ def call(callbacks: Sequence[object], hook: str, /, *args: Any, **kwargs: Any) -
 
     If a callback raises, those after it are not called.
     """
+    for method in methods(callbacks, hook):
+        method(*args, **kwargs)
+
+
+def methods(callbacks: Sequence[object], hook: str) -> Iterator[Callable[..., Any]]:
+    """The method of each callback that has it, in order. Raises: TypeError: an attribute of this name is no method."""
     for callback in callbacks:
         method = getattr(callback, hook, None)
         if method is not None and not callable(method):
             found = f"`{type(callback).__name__}.{hook}` is a `{type(method).__name__}`, which cannot be called."
             raise TypeError(f"{found} A hook is a method: `def {hook}(self, ...)`.")
         if method is not None:
-            method(*args, **kwargs)
+            yield method

@@ -111,11 +111,12 @@ _CASES = (
         loops.moving_average,
         "ema",
     ),
+    _case("written_weights", "whole weights that are written between steps", loops.written_weights),
     _trained("unused", "a layer that is unused in every second step", "unused", kinds=("spare",)),
     _trained("methods", "a loss computed by another method of the model than forward", "methods", by_method=True),
     _case("policy", "a forward that returns a distribution, for a loss of its attributes", loops.policy),
     _trained("later_optimizers", "an optimizer constructed after setup", "later_optimizers", later=True),
-    _case("several_optimizers", "two optimizers of one model", loops.two_optimizers, "several_optimizers"),
+    _case("several_optimizers", "two optimizers of one model", loops.two_optimizers, "several_optimizers", "clip_norm"),
     _case(
         "several_models", "a generator against a critic, two optimizers", loops.generator_and_critic, "several_models"
     ),

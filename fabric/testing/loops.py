@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import combinations, islice, product
+from itertools import combinations, cycle, islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
@@ -141,7 +141,7 @@ def clip(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer, recip
     return [clipped_norm(loop, model, optimizer, max_norm=0.02, norm_type=order)]
 
 
-def clipped_norm(loop: Loop, model: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> float:
+def clipped_norm(loop: Loop, model: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2.0) -> float:
     """Clip by norm. Returns the norm before."""
     norm = loop.clip_gradients(model, optimizer, max_norm=max_norm, norm_type=norm_type)
     assert norm is not None
@@ -386,21 +386,24 @@ def bare_parameters(loop: Loop, trial: Trial) -> Outcome:
 
 
 def two_optimizers(loop: Loop, trial: Trial) -> Outcome:
-    """Two optimizers for the matrices and vectors of one model."""
+    """Two optimizers for the matrices and vectors of one model, whose gradients are clipped together, or of one."""
     net = trial.net()
     matrices, vectors = halves(net)
     model, first, second = loop.setup(
         net, make_optimizer([{"params": matrices}], "adamw"), make_optimizer([{"params": vectors}], "sgd")
     )
-    losses = []
-    for tokens, targets, _ in loop.setup_dataloaders(trial.loader()):
+    losses, norms = [], []
+    for clipped, (tokens, targets, _) in zip(
+        cycle((None, [second], [first, second])), loop.setup_dataloaders(trial.loader())
+    ):
         loss = cross_entropy(model(tokens).to(trial.dtype), targets)
         loop.backward(loss, model=model)
         losses.append(mean(loop, loss))
+        norms.append(clipped_norm(loop, model, clipped, max_norm=0.02))
         for optimizer in (first, second):
             optimizer.step()
             optimizer.zero_grad()
-    return finished(loop, trial, {"model": model}, {"first": first, "second": second}, losses)
+    return finished(loop, trial, {"model": model}, {"first": first, "second": second}, losses, norms)
 
 
 def copies(loop: Loop, trial: Trial) -> Outcome:
@@ -446,6 +449,21 @@ def moving_average(loop: Loop, trial: Trial) -> Outcome:
         found = finished(loop, trial, {"average": run.model}, {}, run.losses)
     found.outputs.update(finished(loop, trial, {"model": run.model}, {}, []).outputs)
     return found
+
+
+def written_weights(loop: Loop, trial: Trial) -> Outcome:
+    """Whole weights are changed after each step, and restored once."""
+    run = Run(loop, trial)
+    with loop.gathered(run.model):
+        first = copy.deepcopy(run.model.state_dict())
+    for number, (tokens, targets, _) in enumerate(run.batches()):
+        run.step(run.loss(tokens, targets))
+        with torch.no_grad(), loop.gathered(run.model, write=True):
+            if number == 1:
+                run.model.load_state_dict(first)
+            for weight in run.model.parameters():
+                weight[:1].mul_(0.5)
+    return run.finished()
 
 
 def evaluate(loop: Loop, trial: Trial) -> Outcome:

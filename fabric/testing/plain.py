@@ -26,6 +26,7 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.single import SingleDeviceCollective
 from fabric.strategies.data.transfer import move
 from fabric.strategies.precision.precision import Precision
+from fabric.strategies.tensors.parameters import parameters_of
 
 if TYPE_CHECKING:
     from fabric.fabric import Fabric
@@ -178,13 +179,14 @@ class _PlainLoop:
     def clip_gradients(
         self,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
         clip_val: float | None = None,
         max_norm: float | None = None,
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+        parameters = [each for one in given for each in parameters_of(one)] or list(module.parameters())
         if clip_val is not None:
             nn.utils.clip_grad_value_(parameters, clip_val)
             return None
@@ -196,6 +198,9 @@ class _PlainLoop:
 
     def ema(self, module: nn.Module, decay: float = 0.999) -> Any:
         return _PlainAverage(module, decay)
+
+    def gathered(self, module: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def barrier(self) -> None:
         self._table.exchange(self.global_rank, None)

@@ -34,7 +34,8 @@ class LocalEnvironment(Environment):
         return "RANK" in environ or "WORLD_SIZE" in environ
 
     def world(self, environ: Mapping[str, str]) -> World:
-        read = Variables(environ, "A launch by hand", NAMES)
+        found = " ".join(name for name in NAMES if name in environ)
+        read = Variables(environ, "A launch by hand", NAMES, f"; or, if no launch by hand is meant, `unset {found}`")
         rank, size = read.integer("RANK"), read.integer("WORLD_SIZE")
         if ("LOCAL_RANK" in environ) != ("LOCAL_WORLD_SIZE" in environ):
             raise ValueError(

@@ -22,11 +22,14 @@ class Variables:
     """Who sets them, for errors."""
     names: tuple[str, ...]
     """Those that errors show."""
+    or_else: str = ""
+    """What else can be done about one that is missing."""
 
     def text(self, name: str) -> str:
         """The value of a variable."""
         if not self.environ.get(name):
-            raise ValueError(f"{self.setter} sets `{name}`, but it is not set here. Set it on every rank.")
+            how = "empty" if name in self.environ else "not set"
+            raise ValueError(f"{self.setter} sets `{name}`, but it is {how} here. Set it on every rank{self.or_else}.")
         return self.environ[name]
 
     def integer(self, name: str, default: int | None = None) -> int:

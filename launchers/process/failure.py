@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import pickle
 import signal
 import socket
 from collections.abc import Sequence
 
 from fabric.launchers.launcher import WorkerError
+from fabric.launchers.process.pickling import loads_exception
 from fabric.launchers.process.reports import Failure
 
 REASONS = {
@@ -102,21 +102,13 @@ def _at(failure: Failure) -> int:
 def worker_error(failures: Sequence[Failure], size: int, left: Sequence[Failure], *, num_nodes: int = 1) -> WorkerError:
     """The exception that `launch(function)` raises for the failures of one launch, with its cause."""
     root = first(failures, left)
-    cause = None
-    if root.exception is not None:
-        try:
-            cause = pickle.loads(root.exception)
-        except Exception:  # it can be unpickled in the rank but not here: the message remains
-            cause = None
-    error = WorkerError(
+    return WorkerError(
         describe(failures, size, left, num_nodes=num_nodes),
         rank=root.rank,
         exit_code=root.exit_code,
         signal=root.signal,
-        cause=cause,
+        cause=loads_exception(root.exception),  # None where only the rank can unpickle it: the message remains
     )
-    error.__cause__ = cause
-    return error
 
 
 def _one_line(summary: str) -> str:

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from fabric.launchers.private_names import Names, require
+from fabric.launchers.private_names import TESTED_TORCH, Names, require
 
 NAMES: Names = {
     "atexit": {
@@ -74,7 +74,7 @@ def forget_parent() -> None:
     atexit.register(vars(multiprocessing.util)["_exit_function"])
     of_loaders = sys.modules.get("torch.utils.data._utils")
     if of_loaders is not None:
-        require("torch", "2.9 to 2.13", OF_LOADERS)
+        require("torch", TESTED_TORCH, OF_LOADERS)
         atexit.register(vars(of_loaders)["_set_python_exit_flag"])
     vars(multiprocessing.process)["_children"].clear()
     vars(multiprocessing.util)["_run_after_forkers"]()

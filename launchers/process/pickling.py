@@ -8,8 +8,10 @@ reads both.
 from __future__ import annotations
 
 import io
+import marshal
 import pickle
 import sys
+from types import CodeType
 from typing import Any
 
 
@@ -26,6 +28,24 @@ def by_value(found: Any) -> bytes:
     return _by_value(found, but_for_main=False)
 
 
+def dumps_exception(error: BaseException) -> bytes | None:
+    """Pickle the exception; None if it cannot be pickled and unpickled."""
+    try:
+        pickled = dumps(error)
+    except (Exception, SystemExit):  # raised by the exception's own class
+        return None
+    return pickled if loads_exception(pickled) is not None else None
+
+
+def loads_exception(pickled: bytes | None) -> BaseException | None:
+    """The exception of `dumps_exception`; None if it cannot be unpickled, as many exceptions that can be pickled."""
+    try:
+        found = pickle.loads(pickled or b"")
+    except (Exception, SystemExit):
+        return None
+    return found if isinstance(found, BaseException) else None
+
+
 def _by_value(found: Any, *, but_for_main: bool) -> bytes:
     import cloudpickle
 
@@ -33,6 +53,8 @@ def _by_value(found: Any, *, but_for_main: bool) -> bytes:
         def reducer_override(self, each: Any) -> Any:
             if but_for_main and isinstance(each, type) and _is_in_main(each):
                 return NotImplemented  # by its name, so that an instance has the reader's own class
+            if isinstance(each, CodeType):  # cloudpickle drops the file, which a traceback shows
+                return marshal.loads, (marshal.dumps(each),)
             return super().reducer_override(each)
 
     with io.BytesIO() as file:

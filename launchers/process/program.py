@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import builtins
+import multiprocessing
 import os
 import re
 import runpy
 import sys
+import threading
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from traceback import walk_stack
 from typing import Literal, TypeAlias
 
-Kind: TypeAlias = Literal["script", "module", "command", "stdin", "interactive", "notebook"]
-"""`python FILE`, `python -m NAME`, `python -c`, standard input, a prompt (`python -i` too), a notebook's kernel."""
+Kind: TypeAlias = Literal["script", "module", "command", "stdin", "interactive", "notebook", "worker"]
+"""`python FILE`, `python -m NAME`, `python -c`, standard input, a prompt (`python -i` too), a notebook's kernel, a
+process that `multiprocessing` started."""
 try:
     STARTED_IN = os.getcwd()
 except FileNotFoundError:  # it was deleted
@@ -21,6 +25,8 @@ except FileNotFoundError:  # it was deleted
 """The working directory when this package was imported: paths of the command line are relative to it."""
 NUM_THREADS: int = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 0
 """Torch's number of threads then; 0: torch was not imported."""
+_CALLERS = ("_pytest.", "unittest.", "doctest.", "concurrent.futures.", "multiprocessing.pool.")
+"""Modules, and packages, that call a function of the program and go on after it."""
 _WITH_VALUE = re.compile(r"-([^-cmWX]*)([cmWX])(.*)", re.DOTALL)
 """An option with a value, after others without one: `-um package`, `-Wignore`."""
 
@@ -44,11 +50,6 @@ class Program:
         return self.kind in ("script", "module")
 
     @property
-    def is_interactive(self) -> bool:
-        """Whether the session is interactive."""
-        return self.kind in ("interactive", "notebook")
-
-    @property
     def words(self) -> str:
         """How it was started, for error messages."""
         return {
@@ -58,6 +59,7 @@ class Program:
             "stdin": "a program from stdin",
             "interactive": "an interactive session",
             "notebook": "a notebook",
+            "worker": "a worker process of `multiprocessing`",
         }[self.kind]
 
 
@@ -70,18 +72,27 @@ def this_program() -> Program:
     if file is not None:
         return Program(flags=(), kind="script", target=file, file=file, arguments=())
     program = parse(sys.orig_argv)
+    if multiprocessing.parent_process() is not None:  # its command line, if it has one, is that of its parent
+        return replace(program, kind="worker")
     return replace(program, file=file_of_main() or "") if program.kind == "script" else program
 
 
 def imported_script() -> str | None:
     """The script that this process is importing for the functions in it, as `multiprocessing` and our ranks do; None if
     it does not."""
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
-            return frame.f_code.co_filename
-        frame = frame.f_back
-    return None
+    codes = (each.f_code for each, _ in walk_stack(sys._getframe()) if each.f_globals.get("__name__") == "__mp_main__")
+    return next((code.co_filename for code in codes if code.co_name == "<module>"), None)
+
+
+def who_goes_on() -> str | None:
+    """What has called the program's lines and goes on after them, and would do so in every rank; None: nothing has."""
+    if is_interactive():
+        return "an interactive session"
+    if threading.current_thread() is not threading.main_thread():
+        return f"the thread {threading.current_thread().name!r}"
+    names = [f"{frame.f_globals.get('__name__')}." for frame, _ in walk_stack(sys._getframe())]
+    found = (each for name in names for each in _CALLERS if name.startswith(each) and name != "unittest.mock.")
+    return next(found, "").strip("_.") or None
 
 
 def is_interactive() -> bool:

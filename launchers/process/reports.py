@@ -31,13 +31,10 @@ from fabric.launchers.process.stack import OURS, users_line
 
 HEADER = struct.Struct("!Q")
 
-LOST_PEER = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Read error|recvValue failed|"
-    r"failed to recv|NCCL communicator was aborted|remote process exited|Horovod has been shut down|timed out|"
-    r"Wait timeout|did not arrive",
-    re.IGNORECASE,
-)
-"""Messages of torch.distributed, gloo, NCCL and Horovod about a lost peer: a symptom, not a cause."""
+LOST_PEER = re.compile(r"\[\S*gloo/\S+:\d+\] |Horovod has been shut down")
+"""How gloo and Horovod begin the message of a lost peer, for which they raise plain RuntimeErrors."""
+LOST_PEER_TYPES = {"DistError", "HorovodInternalError"}
+"""What torch.distributed and Horovod raise otherwise, by name: neither is imported here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +174,7 @@ def failure_of(rank: int, at_ns: int, error: BaseException, progress: str) -> Fa
         summary="".join(traceback.format_exception_only(type(error), error)).strip(),
         traceback=users_traceback(error),
         where=", ".join(filter(None, [line and f"at {line}", progress])),
-        exception=_pickled(error),
+        exception=pickling.dumps_exception(error),
         lost_peer=_is_lost_peer(error),
         exit_code=1,
     )
@@ -203,23 +200,16 @@ def _is_ours(trace: TracebackType) -> bool:
 
 
 def _is_lost_peer(error: BaseException | None) -> bool:
+    """Whether the error, or one that it was raised from, only reports the loss of another rank. By its type and its
+    origin: a user's error may have the same words."""
     seen: set[int] = set()  # `raise error.__cause__ from error` makes a chain that has no end
     while error is not None and id(error) not in seen:
-        # An OSError is one of ours, in a rendezvous, or another connection's: a database's, a data-loader worker's.
-        is_ours = any(file.startswith(OURS) for file, _, _ in _frames(error)[:1])
-        may_be = isinstance(error, RuntimeError) or (isinstance(error, OSError) and is_ours)
-        if may_be and LOST_PEER.search(str(error)):
+        is_of_backend = not LOST_PEER_TYPES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
+        is_late = isinstance(error, TimeoutError) and any(file.startswith(OURS) for file, _, _ in _frames(error)[:1])
+        is_symptom = vars(error).get("lost_peer") is True  # a CollectiveError
+        is_plain = type(error) is RuntimeError  # whose `str` runs no code of the user's
+        if is_of_backend or is_late or is_symptom or (is_plain and LOST_PEER.search(str(error))):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    """The exception, pickled; None if it cannot be unpickled, as many exceptions that can be pickled."""
-    try:
-        pickled = pickling.dumps(error)
-        pickle.loads(pickled)
-    except Exception:
-        return None
-    return pickled

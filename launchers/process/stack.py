@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 
 LIBRARIES = ("torch", "deepspeed", "fairscale", "horovod", "torch_xla", "typing_extensions")
@@ -16,34 +17,43 @@ _LAUNCHERS = Path(__file__).parents[1]
 _PACKAGE = Path(sys.modules[__name__.partition(".")[0]].__file__ or "").parent
 OURS = tuple(f"{folder}{os.sep}" for folder in (_LAUNCHERS, _LAUNCHERS.with_name("strategies"), _PACKAGE))
 """The folders of this package, which lie side by side where it is developed, and within the last one in a wheel."""
-_FABRIC = str(_PACKAGE / "fabric.py")
+END = "the end of the program"
+"""The line of a rank that closes its fabric."""
+FORWARD = "forward of a module"
+"""What a line calls whose collectives the module's hooks make, such as a broadcast of its buffers."""
+_CONTEXTS = (f"{os.sep}loop{os.sep}gathered.py", f"{os.sep}collectives{os.sep}rank_zero_first.py")
+"""Each has the generator of the context manager that a method of `Fabric` of the same name returns."""
+_FABRIC = str(_PACKAGE / "fabric.py"), str(_PACKAGE / "lightning" / "fabric.py")
 
 
 def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
-    """`train.py:12 in main` for frames (file, line, function), innermost first, and before it the method of `Fabric`
-    that this line calls, `fabric.save, train.py:12 in main`. The outermost one if none is the user's; empty without
-    frames."""
+    """`train.py:12 in main` for frames (file, line, function), innermost first, and before it what this line calls: a
+    method of `Fabric`, `fabric.save, train.py:12 in main`, or a module. The outermost one if none is the user's; empty
+    without frames."""
     last: tuple[str, int, str] | None = None
     libraries, method, is_end = _folders(), "", False
     for last in frames:
         if not _is_library(last[0], libraries):
             break
-        is_public = last[0] == _FABRIC and not last[2].startswith("_")
-        method = f"fabric.{last[2]}, " if is_public else ""
-        is_end = is_end or (last[0] == _FABRIC and last[2] in ("close", "_close_at_exit"))
+        if (last[0] in _FABRIC and not last[2].startswith("_")) or last[0].endswith(_CONTEXTS):
+            method = f"fabric.{last[2]}, "
+        elif last[2] == "_call_impl":  # torch.nn.Module's
+            method = f"{FORWARD}, "
+        elif last[0].startswith(OURS):
+            method = ""
+        if last[0] in _FABRIC and last[2] == "_close_at_exit":
+            return END
+        is_end = is_end or (last[0] in _FABRIC and last[2] == "close")
     else:
         if is_end:
-            return "the end of the program"
+            return END
     return f"{method}{_short(last[0])}:{last[1]} in {last[2]}" if last is not None else ""
 
 
 def frames_of(frame: FrameType | None) -> list[tuple[str, int, str]]:
     """The stack of a thread, innermost first."""
-    found = []
-    while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
-        frame = frame.f_back
-    return found
+    stack: Iterable[tuple[FrameType, int]] = walk_stack(frame) if frame is not None else ()
+    return [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in stack]
 
 
 def is_within(frames: Sequence[tuple[str, int, str]], ending: str, functions: Sequence[str]) -> bool:

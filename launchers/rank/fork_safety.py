@@ -27,15 +27,20 @@ ENDING_S = 0.25
 """Seconds for which a thread may still be listed after it was joined: `join` returns before the kernel removes it."""
 
 
-def fork_is_safe() -> str | None:
-    """None if a fork is safe now; otherwise the reason why it is not."""
+def fork_is_safe(device_type: str | None = None) -> str | None:
+    """None if a fork is safe now; otherwise the reason why it is not.
+
+    `device_type`: what ranks use; None: whatever device there is.
+    """
     if not hasattr(os, "fork") or sys.platform != "linux":
         return f"on {sys.platform} a forked process may not use the system's own libraries"
+    if threading.current_thread() is not threading.main_thread():
+        return f"this process has started the thread {threading.current_thread().name!r}, and a fork copies it alone"
     others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
     threads = [thread.name for thread in others if not _is_of_a_notebook(thread)]
     if threads:
         return f"this process runs other Python threads ({', '.join(threads)}), whose locks a fork would copy"
-    accelerator = _lost_in_a_fork()
+    accelerator = _lost_in_a_fork(device_type)
     if accelerator is not None:
         return (
             f"a forked process cannot use {accelerator}, which this process has initialised: a tensor on it does so, "
@@ -57,12 +62,14 @@ def _is_of_a_notebook(thread: threading.Thread) -> bool:
     return any(f"/{package}/" in outermost for package in NOTEBOOK)
 
 
-def _lost_in_a_fork() -> str | None:
-    """The accelerator that torch refuses to use in a fork of this process. Initialises and imports nothing.
+def _lost_in_a_fork(device_type: str | None) -> str | None:
+    """The accelerator that ranks on this type of device could not use in a fork. Initialises and imports nothing.
 
     Only a fork knows: a query, such as `torch.cuda.is_available()`, initialises the driver, but `is_initialized` is
     False after it. In a fork torch notes this for `_is_in_bad_fork`, which is documented for the module of a device
-    that another package adds (`torch.utils.rename_privateuse1_backend`). OpenBLAS has ended its threads afterwards.
+    that another package adds (`torch.utils.rename_privateuse1_backend`). Torch notes it on machines without a device,
+    too, and for its own query of a CUDA build where there is no driver: no rank can lose a device that is not there.
+    OpenBLAS has ended its threads afterwards.
     """
     torch: Any = sys.modules.get("torch")
     accelerator = torch and torch.accelerator.current_accelerator(check_available=False)
@@ -74,7 +81,9 @@ def _lost_in_a_fork() -> str | None:
             os._exit(is_lost())
         finally:
             os._exit(1)
-    return accelerator.type if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) else None
+    if os.waitpid(pid, 0)[1] == 0 or device_type not in (None, accelerator.type) or module.device_count() == 0:
+        return None
+    return str(accelerator.type)
 
 
 def fork() -> int:

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 from fabric.launchers.environments.ours import OWNER, variables_of
 from fabric.launchers.process.interpreter import close_files, join_threads, run_exit_functions
+from fabric.launchers.process.network import interface_for
 from fabric.launchers.process.os_process import die_with_parent, num_cores
 from fabric.launchers.process.reports import Reporter, Saving
-from fabric.launchers.rank.network import interface_for
 from fabric.launchers.rank.settings import has_own_num_threads
 from fabric.launchers.world import World
 
@@ -146,9 +146,13 @@ def _run(reporter: Reporter, program: Callable[[], Any]) -> int:
     try:
         program()
     except SystemExit as error:
+        code = _exit_code(error)
+        if code != 0:
+            sys.last_value = error  # as after any other exception, `Fabric.close` then waits for no other rank
         reporter.leaving()
-        return _exit_code(error)
+        return code
     except BaseException as error:
+        sys.last_value = error
         for _ in range(NUM_REPEATS):  # Note [Signal handlers that raise]
             try:
                 reporter.failure(error)

@@ -6,6 +6,7 @@ A fork has all of it, and a rank that runs the script again sets it itself.
 from __future__ import annotations
 
 import contextlib
+import linecache
 import sys
 import warnings
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from fabric.launchers.process.program import NUM_THREADS
 
 ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 FUNCTIONS = {
+    "linecache:cache.update": f"{__name__}:cells",
     "random:setstate": "random:getstate",
     "numpy.random:set_state": "numpy.random:get_state",
     "torch:set_num_threads": "torch:get_num_threads",
@@ -43,6 +45,11 @@ FLAGS = (
 """Attributes, of which the functions above set some: they are set last."""
 OF_DEVICES = ("torch.cuda", "torch.xpu")
 """Modules whose generators are initialised when they are read."""
+
+
+def cells() -> dict[str, Any]:
+    """The source lines of a notebook's cells, for tracebacks. A cell has no file, so no time of change."""
+    return {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
 
 
 def has_own_num_threads() -> bool:

@@ -6,6 +6,7 @@ and not a pipe, so that a large argument never blocks the supervisor before all 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -86,13 +87,17 @@ def call_function(worker: Callable[..., Any], args: tuple[Any, ...], *, everyone
 
 
 def _pickle_call(call: tuple[Callable[..., Any], tuple[Any, ...]], *, has_main_file: bool) -> tuple[bytes, bool]:
-    """Pickle the call; returns the bytes, and whether they refer to what is defined in the file of `__main__`."""
-    try:
+    """Pickle the call; returns the bytes, and whether they refer to what is defined in the file of `__main__`.
+
+    In a worker of `multiprocessing` that module is named `__mp_main__`, and `cloudpickle` refers to what is in it.
+    """
+    with contextlib.suppress(Exception):
         pickled = pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception:
-        return pickling.by_value(call), False
-    needs_main = b"__main__" in pickled
-    return (pickled, needs_main) if has_main_file or not needs_main else (pickling.by_value(call), False)
+        needs_main = b"__main__" in pickled or b"__mp_main__" in pickled
+        if has_main_file or not needs_main:
+            return pickled, needs_main
+    pickled = pickling.by_value(call)
+    return pickled, b"__mp_main__" in pickled
 
 
 def run_task(file: IO[bytes], report_fd: int, parent: int) -> NoReturn:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, final
 
+from fabric.launchers.process.network import require_loopback
 from fabric.launchers.world import Rendezvous, World
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def _serve(port: int) -> TCPStore:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    require_loopback()
     try:
         return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # it serves all addresses
     except RuntimeError as error:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fabric.launchers.launcher import Topology
+from fabric.launchers.process.network import require_loopback
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -33,6 +34,8 @@ class MeetingPoint:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
+        if topology.size > 1:
+            require_loopback()
         self._socket = self._listen() if topology.size > 1 and topology.node_rank == 0 else None
         self._store: TCPStore | None = None
         self.port = self._socket.getsockname()[1] if self._socket else topology.main_port

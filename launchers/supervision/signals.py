@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import threading
-from types import FrameType
 from typing import Any
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -18,13 +17,14 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 class Signals:
     """Between `install` and `restore` signals are recorded in `received`, and not handled.
 
-    A signal that was ignored (`nohup`) stays ignored. Outside the main thread Python delivers no signals: nothing is
-    recorded there, and the guardian still ends the ranks when this process ends.
+    A signal that was ignored (`nohup`) stays ignored. Outside the main thread Python delivers no signals: there the
+    guardian writes those of the process group (Ctrl-C) to `guardian_fd`, and the main thread gets them as well.
     """
 
     def __init__(self) -> None:
         self.received: list[int] = []
         self.wake_fd, self._writer = os.pipe()
+        self.guardian_fd = None if threading.current_thread() is threading.main_thread() else self._writer
         os.set_blocking(self.wake_fd, False)
         os.set_blocking(self._writer, False)
         self._before: dict[int, Any] = {}
@@ -32,12 +32,12 @@ class Signals:
 
     def install(self) -> None:
         """Record signals from now on."""
-        if threading.current_thread() is not threading.main_thread():
+        if self.guardian_fd is not None:
             return
         self._before_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in ENDING + PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, lambda number, frame: self.received.append(number))
 
     def restore(self) -> None:
         """Restore handlers and wake-up descriptor. A second call does nothing."""
@@ -53,10 +53,7 @@ class Signals:
         self.wake_fd = -1
 
     def drain(self) -> None:
-        """Empty the wake-up pipe."""
+        """Empty the wake-up pipe, which has what was recorded already, or what the guardian has received."""
         with contextlib.suppress(BlockingIOError):
-            while os.read(self.wake_fd, 4096):
-                pass
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
+            while numbers := os.read(self.wake_fd, 4096):
+                self.received += numbers if self.guardian_fd is not None else b""

@@ -101,7 +101,7 @@ class Supervisor:
     def __enter__(self) -> Supervisor:
         self._output = Output(self.topology)
         self._point = MeetingPoint(self.topology)
-        self._guardian = Guardian()
+        self._guardian = Guardian(self.signals.guardian_fd)
         self._selector = selectors.DefaultSelector()
         self.signals.install()
         self._selector.register(self.signals.wake_fd, selectors.EVENT_READ, self._handle_signals)
@@ -240,7 +240,8 @@ class Supervisor:
             if self.failures and not self._stopping:
                 self._after(REPORT_SECONDS, self._terminate)
         else:
-            self._fail(failure.death(child.rank, at_ns, code, without_result=without_result))
+            death = failure.death(child.rank, at_ns, code, without_result=without_result)
+            self._fail(death, by_itself=child.leaving is not None and code > 0)
 
     def _departure(self, child: Child, at_ns: int, how: str) -> Failure:
         how = "its function returned" if child.rank in self.results else how
@@ -248,9 +249,9 @@ class Supervisor:
             at_ns, how = child.leaving.at_ns, f"{how} {child.leaving.progress}".rstrip()
         return failure.departure(child.rank, at_ns, how)
 
-    def _fail(self, report: Failure) -> None:
-        """Record a failure. The first one ends the other ranks."""
-        is_ended = self._stopping and not self.signals.received
+    def _fail(self, report: Failure, *, by_itself: bool = False) -> None:
+        """Record a failure. The first one ends the other ranks. `by_itself`: the rank was ending already."""
+        is_ended = self._stopping and not self.signals.received and not by_itself
         if is_ended or any(known.rank == report.rank for known in self.failures):
             return
         self.failures.append(report)

@@ -34,9 +34,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, final
 
 from fabric.launchers.process.failure import departure, describe
+from fabric.launchers.process.network import own_address
 from fabric.launchers.process.reports import failure_of
 from fabric.launchers.process.stack import frames_of, is_within, users_line
-from fabric.launchers.rank.network import own_address
 from fabric.launchers.rank.rank import own_supervisor
 from fabric.launchers.watch.activity import ELSEWHERE, Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, Silence, ask_all

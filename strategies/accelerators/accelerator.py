@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from fabric.strategies.tensors.rng import Rng
+
 
 class Accelerator(ABC):
     """One kind of device. Stateless: each method asks torch."""
@@ -54,3 +56,14 @@ class Accelerator(ABC):
     @abstractmethod
     def set_device(self, index: int) -> None:
         """Make device `index` the current one. Called first in a rank, before any tensor is created."""
+
+    def rng(self, device: torch.device) -> Rng:
+        """The random generator of a device that is in use."""
+        module = torch.get_device_module(device)
+        if device.type == "mps":  # one device; its functions take no index
+            return Rng(module.get_rng_state, module.set_rng_state, module.manual_seed)
+        return Rng(
+            read=lambda: module.get_rng_state(device.index),
+            write=lambda state: module.set_rng_state(state, device.index),
+            seed=module.manual_seed_all,
+        )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+
+import torch
 
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.accelerators.xla import XLAAccelerator
 from fabric.strategies.registered import Registration, Registry
+from fabric.strategies.tensors.rng import Rng
 
 _ACCELERATORS: Registry[Accelerator] = Registry(
     "accelerator",
@@ -62,3 +65,8 @@ def register_accelerator(name: str, factory: Callable[[], Accelerator]) -> None:
     Raises: ValueError: the name is taken.
     """
     _ACCELERATORS.register(name, factory)
+
+
+def device_rngs(devices: Iterable[torch.device]) -> list[Rng]:
+    """The generators of devices that are in use, in their order. The CPU's is a generator of the process."""
+    return [make_accelerator(device.type).rng(device) for device in devices if device.type != "cpu"]

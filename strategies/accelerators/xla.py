@@ -14,6 +14,7 @@ import torch
 
 from fabric.launchers.environments.xla import PJRT
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.tensors.rng import Rng
 
 
 @final
@@ -62,6 +63,14 @@ class XLAAccelerator(Accelerator):
         import torch_xla
 
         torch_xla.device(index)
+
+    def rng(self, device: torch.device) -> Rng:
+        """The random generator of this rank's device."""
+        import torch_xla
+        import torch_xla.core.xla_model
+
+        model = torch_xla.core.xla_model
+        return Rng(model.get_rng_state, model.set_rng_state, torch_xla.manual_seed)
 
 
 def _num_tpu_devices() -> int:

@@ -15,8 +15,19 @@ from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.parameters import parameters_of
 
 INSTEAD = (
-    "write `fabric.save(path, {'model': model})`, or call `fabric.state_dict(model)` on every rank and save on rank 0 "
-    "what it gives."
+    "write `fabric.save(path, {'model': model})`, or call `state = fabric.state_dict(model)` on every rank; on rank 0, "
+    "then, `torch.save(state, path)` or `model.save_pretrained(path, state_dict=state)`."
+)
+
+
+_EMPTY = (
+    "is an empty tensor at ZeRO stage 3, between forwards. To keep weights in memory, write on every rank "
+    "`with fabric.gathered(model):` around it, and `with fabric.gathered(model, write=True):` around "
+    f"`model.load_state_dict(...)`. For a file, {INSTEAD}"
+)
+_LOAD = (
+    "Load it before `fabric.setup`, by `fabric.load_raw(path, model)`, or, on every rank, within "
+    "`with fabric.gathered(model, write=True):`."
 )
 
 
@@ -33,7 +44,10 @@ def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str]
     def hook(part: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         if names or prefix or _is_called_by_a_library():
             return
-        names.extend(name for name, shape in access.shapes(part).items() if _is_shard(state.get(name), shape))
+        found = [name for name, shape in access.shapes(part).items() if _is_shard(state.get(name), shape)]
+        if found and isinstance(empty := state.get(found[0]), Tensor) and not empty.numel():
+            raise RuntimeError(f"`{type(part).__name__}.state_dict()`: {found[0]!r} {_EMPTY}")
+        names.extend(found)
         if names:
             report(
                 f"`{type(part).__name__}.state_dict()`: the model is sharded, and {names[0]!r} has only this rank's "
@@ -41,7 +55,7 @@ def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str]
             )
 
     handles = [part.register_state_dict_post_hook(hook) for part in module.modules()]  # type: ignore[no-untyped-call]
-    handles += [part.register_load_state_dict_pre_hook(_RefuseWhole()) for part in module.modules()]  # type: ignore[no-untyped-call]
+    handles += [part.register_load_state_dict_pre_hook(RefuseWhole()) for part in module.modules()]  # type: ignore[no-untyped-call]
 
     def remove() -> None:
         for handle in handles:
@@ -50,7 +64,7 @@ def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str]
     return remove
 
 
-class _RefuseWhole(KeepsNamesAndShapes):
+class RefuseWhole(KeepsNamesAndShapes):
     """A hook of `load_state_dict`: whole tensors are refused, unless a library has called it."""
 
     def __call__(self, part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -58,7 +72,7 @@ class _RefuseWhole(KeepsNamesAndShapes):
             given = state.get(prefix + name)
             if isinstance(given, Tensor) and as_sharded(given) is None and _is_shard(parameter, tuple(given.shape)):
                 written = f"`load_state_dict`: the model is sharded, and {prefix + name!r} is given as a whole tensor."
-                raise ValueError(f"{written} Load it before `fabric.setup`, or by `fabric.load_raw(path, model)`.")
+                raise ValueError(f"{written} {_LOAD}")
 
 
 def refuse_whole_states(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read. `rank`: the rank that failed; only there, the cause is chained."""
 
-    def __init__(self, message: str, *, rank: int) -> None:
+    def __init__(self, message: str, *, rank: int = -1) -> None:  # -1: until pickle sets it
         super().__init__(message)
         self.rank = rank
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.stored import in_memory, mapped_module
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
-from fabric.strategies.tensors.dtensor import gathered_weight, whole
+from fabric.strategies.tensors.dtensor import as_sharded, gathered_weight, local_part, own_part, shard_like, whole
 from fabric.strategies.tensors.in_shards import InShards
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.wrapped import is_wrapped, plain_state, plain_tensors
@@ -128,6 +128,20 @@ class StateAccess(ABC):
         for name, parameter in module.named_parameters():
             if parameter.grad is not None and not isinstance(parameter.grad, InShards):
                 yield name, whole(parameter.grad)
+
+    def scatter(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Write whole values, which are equal on every rank, into parameters in shards, without gradients."""
+        for parameter, value in zip(parameters, values, strict=True):
+            local_part(parameter).copy_(local_part(shard_like(value, parameter)))
+
+    def kept(self, parameter: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What this rank keeps of a parameter in shards, and that part of the copy that forward has computed with; None
+        if it is not gathered now."""
+        sharded = as_sharded(parameter)
+        if sharded is None or gathered is parameter:
+            return None
+        own = own_part(gathered, sharded)
+        return own, local_part(sharded).to(own.device, own.dtype)
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         """As `write_module`, from a state with a `Stored` for each tensor."""
@@ -238,18 +252,22 @@ def state_of(
     Loaders without a state are left out; in a list, they are None. `gathered`: rank 0 gets whole models and optimizers;
     otherwise each rank gets its shards, as `TensorShards`.
     Ranks: all call it with the same names.
-    Raises: ValueError: `keep` has a name that is not in `state`. TypeError: `keep` names an object without entries.
+    Raises: ValueError: `keep` has a name that is not in `state`. TypeError: `keep` is no dictionary of functions, or
+    names an object without entries.
     """
-    for name in keep or {}:
+    keep = keep or {}
+    if not isinstance(keep, Mapping) or not all(map(callable, keep.values())):
+        raise TypeError(f"`filter={keep!r}`: write a function for a name, `{{'model': lambda name, value: ...}}`.")
+    for name in keep:
         if name not in state:
             raise ValueError(
                 f"`filter` has {name!r}, but the state has {', '.join(map(repr, state))}. Use one of these names."
             )
     read = {}
     for name, value in state.items():
-        with _left_out(value, (keep or {}).get(name), access):
+        with _left_out(value, keep.get(name), access):
             read[name] = _read(name, value, access, loaders, gathered)
-    return {name: _kept(name, value, (keep or {}).get(name)) for name, value in read.items() if value is not SKIPPED}
+    return {name: _kept(name, value, keep.get(name)) for name, value in read.items() if value is not SKIPPED}
 
 
 def restore(

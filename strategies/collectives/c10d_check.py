@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 from typing import Any, final
 
@@ -55,12 +57,13 @@ OPERATORS: Mapping[str, _Operator] = {
     "broadcast_": _Operator(words="broadcast", arguments=("tensors", "root_rank")),
     "reduce_": _Operator(words="reduce", arguments=("tensors", "root_rank")),
     "gather_": _Operator(words="gather", arguments=("input_tensors", "root_rank")),
+    "gather_into_tensor_": _Operator(words="gather_into_tensor", arguments=("input_tensor", "root_rank")),
     "scatter_": _Operator(words="scatter", arguments=("output_tensors", "root_rank")),
     "alltoall_base_": _Operator(words="all_to_all_single", arguments=("input",), only_dtypes=True),
     "alltoall_": _Operator(words="all_to_all", arguments=("input_tensors",), only_dtypes=True),
     "barrier": _Operator(words="barrier", arguments=()),
 }
-"""The collectives of torch 2.9 to 2.13."""
+"""The collectives of torch 2.9 to 2.14, which has `gather_into_tensor_` first."""
 NOT_COMPARED = ("send", "recv_", "recv_any_source_", "monitored_barrier_", "check_for_nan")
 """Operators of `c10d` that not all ranks of a group call, or that do not communicate."""
 
@@ -73,29 +76,55 @@ def compare_collectives(progress: Callable[[], str] = lambda: "") -> Iterator[No
     ranks of its group, before it runs. Not compared: the operator of a reduction, calls of threads that the program
     starts, and those on groups without a backend for the CPU, which fabric does not create.
     """
-    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-    for name, shown in OPERATORS.items():
-        library.impl(
-            name,
-            _kernel(getattr(torch.ops.c10d, name).default, shown, progress),
-            "BackendSelect",
-            with_keyset=True,
-            allow_override=True,  # by a second `Fabric` with the option
-        )
+    entry = progress, _comparing[0][1] if _comparing else _register_kernels()
+    _comparing.append(entry)
     try:
         yield
     finally:
-        del library  # which removes its kernels
+        _comparing.remove(entry)
+        del entry
 
 
-def _kernel(operator: Any, shown: _Operator, progress: Callable[[], str]) -> Callable[..., Any]:
+# Note [One kernel for each operator]
+# A process has one kernel for each operator, and may have several fabrics that compare: the first registers the
+# kernels, and the last lets go of the library, which removes them. An error has the progress of the last.
+_comparing: list[tuple[Callable[[], str], Any]] = []
+
+
+def _register_kernels() -> Any:
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    for name, operator in _operators():
+        library.impl(name, _kernel(operator, OPERATORS.get(name)), "BackendSelect", with_keyset=True)
+    return library
+
+
+def _operators() -> Iterator[tuple[str, Any]]:
+    """The operators of `c10d` in this torch that all ranks of a group call, also those that are in no list here."""
+    of_torch = getattr(torch._C, "_dispatch_get_all_op_names", list)()
+    for name in {*OPERATORS, *(name[6:] for name in of_torch if name.startswith("c10d::"))}.difference(NOT_COMPARED):
+        if overloads := getattr(torch.ops.c10d, name, None):
+            yield name, overloads.default
+
+
+@cache
+def _say_uncompared(name: str) -> None:
+    warnings.warn(
+        f"`{name}` is not compared over the ranks: the sanitizer does not know this operator of torch "
+        f"{torch.__version__}, and compares the other collectives. A newer torchfabric may know it.",
+        stacklevel=5,
+    )
+
+
+def _kernel(operator: Any, shown: _Operator | None) -> Callable[..., Any]:
     names, thread = [argument.name for argument in operator._schema.arguments], threading.get_ident()
 
     def compare(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         is_elsewhere = threading.get_ident() != thread and is_in_a_started_thread()
-        if not (is_elsewhere or _is_message(inspect.currentframe())):
+        if shown is None:
+            _say_uncompared(operator.name())
+        elif not (is_elsewhere or _is_message(inspect.currentframe())):
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            _compare(ProcessGroup.unbox(given["process_group"]), shown, given, progress)
+            _compare(ProcessGroup.unbox(given["process_group"]), shown, given)
         return operator.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)
 
     return compare
@@ -112,7 +141,7 @@ _MESSAGE = sum_message.__code__
 """Sends the message of a comparison, which is a collective, too."""
 
 
-def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any], progress: Callable[[], str]) -> None:
+def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any]) -> None:
     if group.size() == 1 or is_comparing() or "cpu:" not in dist.get_backend_config(group):
         return
     operands = [words for name in shown.arguments for words in _operands(name, given[name], shown)]
@@ -122,7 +151,7 @@ def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any], pr
     compared = whole if whole is not None and group.group_desc in (CALLS, GRADIENTS) else group
     collective, mine = TorchCollective.over(compared), hash_of(call)
     if collective.add_number(mine) != mine * group.size():
-        collective.progress = progress
+        collective.progress = _comparing[-1][0]
         raise difference(collective, call)
 
 

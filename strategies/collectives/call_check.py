@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fabric.launchers.process.stack import frames_of, users_line
+from fabric.launchers.process.stack import END, FORWARD, frames_of, users_line
 from fabric.strategies.collectives.collective import CollectiveError
 
 if TYPE_CHECKING:
@@ -81,7 +81,9 @@ def difference(
         _this_thread.is_comparing = False
     gathered = [content.decode().split("\n", 1) for content in everyones]
     calls, lines = [call for _, call in gathered], [line for line, _ in gathered]
-    return CollectiveError(_side_by_side(calls, lines, advice), rank=collective.rank)
+    ended = [rank for rank, line in enumerate(lines) if line.startswith(END)]
+    lost = ended if len(ended) < len(lines) else ()
+    return CollectiveError(_side_by_side(calls, lines, advice), rank=collective.rank, lost=lost)
 
 
 def is_comparing() -> bool:
@@ -133,7 +135,7 @@ def _side_by_side(calls: list[str], lines: list[str], advice: str) -> str:
         operation, *things = call.splitlines()
         differing = [thing for thing in things if thing not in common]
         line = line.removeprefix(f"fabric.{operation.partition(' ')[0]}, ")
-        said = f"{line} ({operation})" if line.startswith("fabric.") else f"{operation}, at {line}"
+        said = f"{line} ({operation})" if line.startswith(("fabric.", FORWARD)) else f"{operation}, at {line}"
         shown.append(f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {said}")
         shown.extend(f"      {thing}" for thing in differing[:_SHOWN])
         if len(differing) > _SHOWN:

@@ -31,11 +31,16 @@ nothing waits for it; XLA's graphs must be equal on all ranks, and would have su
 
 
 class CollectiveError(RuntimeError):
-    """A collective could not be completed. Has the rank that noticed, and the cause."""
+    """A collective could not be completed. Has the rank that noticed, and the cause.
 
-    def __init__(self, message: str, *, rank: int) -> None:
+    `lost`: the ranks that had ended, or did not arrive, while others called it, as far as they are known. `lost_peer`:
+    whether this rank is none of them, so that its error is a symptom and not the cause.
+    """
+
+    # -1: until pickle sets it
+    def __init__(self, message: str, *, rank: int = -1, lost: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.rank = rank
+        self.rank, self.lost, self.lost_peer = rank, lost, bool(lost) and rank not in lost
 
 
 def check_reduce_op(op: str) -> None:

@@ -34,9 +34,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, _world
+from torch.distributed import PrefixStore, distributed_c10d
 
 from fabric.launchers.environments.defaults import default
+from fabric.launchers.process.network import require_interfaces
 from fabric.launchers.rendezvous.join import join
 from fabric.launchers.watch.activity import CALLS, GRADIENTS
 from fabric.launchers.world import World
@@ -130,6 +131,8 @@ class TorchCollective(CarriesObjects):
         Raises: TimeoutError: a rank did not arrive; CollectiveError: torch could not connect the ranks, or the existing
         group has another size, rank or backend.
         """
+        if "gloo" in self._backends:
+            require_interfaces(os.environ)
         store = join(self._world, self._timeout_seconds, _LOGGER.warning)
         self._is_in_a_fork = False
         self._store = PrefixStore("messages", store) if self._size > 1 else None
@@ -161,7 +164,7 @@ class TorchCollective(CarriesObjects):
         if self._group is not None and self._owns_group and dist.is_initialized():
             # See Note [Groups while forked processes run].
             if multiprocessing.active_children():
-                _KEPT.update(_world.pg_map)
+                _KEPT.update(getattr(getattr(distributed_c10d, "_world", None), "pg_map", [self._group]))
             else:
                 _KEPT.clear()
             dist.destroy_process_group(self._group)

@@ -1,10 +1,10 @@
 """Different random numbers on ranks that read different data.
 
 Ranks seeded alike initialise equal weights and make equal data. After that, dropout, noise and augmentation must differ
-between shares of the data, and be equal on ranks that hold parts of one model. So ranks part once after `setup`: it
-finds which generators all ranks have in the same state, and at the next batch of a prepared loader or forward, each
-share but the first seeds them from that state and its index. Seeds that the program sets stand: those that differ by
-rank, and those set after `setup`.
+between shares of the data, and be equal on ranks that hold parts of one model. So ranks part once: the set-up of a
+model, or of a loader that splits data, finds which generators all ranks have in the same state, and at the next batch
+of a prepared loader or forward, each share but the first seeds them from that state and its index. Seeds that the
+program sets stand: those that differ by rank, and those set after the set-up.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from fabric.strategies.data.share import Share
 
 @final
 class DrawsApart:
-    """Parts the generators of one rank from those of other shares."""
+    """Makes the generators of one rank differ from those of other shares."""
 
     def __init__(self) -> None:
         self._states: dict[str, bytes] = {}
         """The generators to seed, with digests of their common states."""
         self._seeded = (0, False)
+        self.is_on = True
+        """Whether ranks are to part at all."""
 
     def agree(
         self, share: Share, num_ranks: int, start: Callable[[Sequence[float]], Callable[[], Sequence[float]]]
     ) -> None:
-        """Find which generators are in the same state on all ranks. Ranks: all. `start`: as that of `Votes`."""
-        if share.count == 1:
+        """Find which generators are in the same state on all ranks. Ranks: all. `start`: see `Votes.start`."""
+        if share.count == 1 or not self.is_on:
             return
         self._seeded = _seeded()
         rngs = process_rngs()

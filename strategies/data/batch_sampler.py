@@ -7,6 +7,7 @@ and what its items are. In a shallow copy of the loader an `IndexSource` replace
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, final
 
@@ -39,24 +40,32 @@ class IndexSource:
         """`most_steps`: how many may be drawn at a time. `eager`: `iter` is called on the items when the iteration
         begins. `is_seeded`: each batch has a seed of its own: `SeededDataset`."""
         self.items, self._replaced = items, replaced
-        self.cut, self._order = cut, order
+        self._cut, self._order = cut, order
         self._most_steps, self._eager, self._is_seeded = most_steps, eager, is_seeded
         self.read = False
         """Whether a loader has asked for indices."""
 
     def __iter__(self) -> Iterator[Any]:
         self.read = True
-        epoch = self._order.begin()
-        items = epoch.draw(self.items, self.cut.reads, most_steps=self._most_steps, eager=self._eager)
-        return chain.from_iterable(self._batches(epoch, items, epoch.begun_at))
+        epoch, cut = self._order.begin(), self.cut
+        items = epoch.draw(self.items, cut.reads, most_steps=self._most_steps, eager=self._eager)
+        return chain.from_iterable(self._batches(epoch, items, cut, epoch.begun_at))
 
     def __len__(self) -> int:
         return self.cut.length(len(self.items))  # type: ignore[arg-type]
 
-    def _batches(self, epoch: Epoch, items: Iterator[Any], begun_at: Position) -> Iterator[Iterable[Any]]:
+    @property
+    def cut(self) -> Cut:
+        """How an epoch that begins now is divided: a loop may change `batch_size` of the batch sampler meanwhile."""
+        cut, batches = self._cut, self._replaced
+        if not isinstance(cut, SampleCut) or not isinstance(batches, BatchSampler):
+            return cut
+        return replace(cut, batch_size=batches.batch_size, drop_last=batches.drop_last)
+
+    def _batches(self, epoch: Epoch, items: Iterator[Any], cut: Cut, begun_at: Position) -> Iterator[Iterable[Any]]:
         """The batches after `begun_at`, some at a time. Of those before, indices are drawn and no sample is loaded."""
-        items = self.cut.skip(items, begun_at.start) if begun_at.start else items
-        parts, end = self.cut(items), begun_at.start
+        items = cut.skip(items, begun_at.start) if begun_at.start else items
+        parts, end = cut(items), begun_at.start
         for part in islice(parts, begun_at.batches):
             end = begun_at.start + part.end
         if end != max(begun_at.samples, begun_at.start):

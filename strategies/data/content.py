@@ -30,10 +30,11 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Sampler, StackDataset, Subset, TensorDataset
 
 from fabric.strategies.data import huggingface
-from fabric.strategies.data.rng import Rng, digest, mix, preserved_rngs, read_all, seed_process
+from fabric.strategies.data.rng import digest, mix, preserved_rngs, read_all, seed_process
 from fabric.strategies.data.uneven import Votes
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.nests import is_tensor, leaves_in, opened
+from fabric.strategies.tensors.rng import Rng
 
 NUM_COMPARED = 256
 """How many items of a custom sampler are compared."""

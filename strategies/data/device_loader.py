@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
+from threading import get_ident
 from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
@@ -16,10 +17,9 @@ from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import PreparedStream
 from fabric.strategies.data.loop_progress import Iteration, LoopProgress
 from fabric.strategies.data.partition import Cut
-from fabric.strategies.data.positions import Resumable
+from fabric.strategies.data.positions import Resumable, length_of
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
-from fabric.strategies.data.take import length_of
 from fabric.strategies.data.transfer import Carry, one_by_one
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart
@@ -119,6 +119,11 @@ class DeviceLoader:
         """Whether each iteration passes its number to the user's sampler (`set_epoch`), which torch leaves to the
         loop."""
 
+    def seed_workers_by_rank(self, rank: int) -> None:
+        """Seed workers over a map-style dataset differently on each rank, although the ranks' generators are alike."""
+        if self._reading.order is not None:
+            self._reading.order.rank = rank
+
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. It is counted at its second batch, its end, or a backward pass, whichever comes first."""
         reading, self._has_begun, self._told_before = self._reading, True, self._told
@@ -191,6 +196,8 @@ class DeviceLoader:
         Ranks: all call it, with the same number. Without it epochs are counted from 0.
         """
         self._epoch = epoch
+        if not self.iteration.is_open:
+            self.iteration.thread = None
         if self._reading.order is not None:
             self._reading.order.epoch = epoch
         for part in self._reading.epochal:
@@ -201,6 +208,11 @@ class DeviceLoader:
         """Whether this rank's position differs from those of other ranks."""
         return self._reading.part is not None
 
+    @property
+    def is_of_other_thread(self) -> bool:
+        """Whether another thread than this one has read the latest batch: perhaps ahead of the loop."""
+        return self._reading.resumes_left and self.iteration.thread not in (None, get_ident())
+
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop: the epoch, its order, and the number of batches that the loop has received.
 
@@ -208,7 +220,10 @@ class DeviceLoader:
         `use="validate"` or "test", at the start of the next epoch. Batches that workers have prefetched are not
         counted. With `in_order=False` it is at the start of its epoch. What `set_epoch` told the user's sampler and
         dataset is in it, also if the program called it there and they show it as `epoch`.
+        Raises: RuntimeError: another thread than this one iterates, or has iterated.
         """
+        if self.is_of_other_thread:
+            raise RuntimeError(f"The position of this `{loader_name(self)}` is not known. {OTHER_THREAD}")
         return self._state(self._reading.resumes_left or self._pending is not None or not self.iteration.is_left)
 
     def state_of_run(self) -> dict[str, Any]:
@@ -321,9 +336,8 @@ class DeviceLoader:
 
     def _cut(self) -> dict[str, int | None]:
         """How the order is divided into steps; `step`: number of items in each."""
-        reading = self._reading
-        cut = self._cut_of_items()
-        items = reading.index.items if reading.index is not None and cut.keeps_samples else None
+        index, cut = self._reading.index, self._cut_of_items()
+        items = getattr(self._loader, "dataset", None) if index is None or not cut.keeps_samples else index.items
         return {"ranks": cut.share.count, "step": cut.reads[1], "items": length_of(items)}
 
     def _cut_of_items(self) -> Cut:
@@ -351,7 +365,8 @@ class DeviceLoader:
                     "as many."
                 )
             return order
-        return order | asdict(Position(start=order["samples"], samples=order["samples"]))
+        position = Position(start=order["samples"], samples=order["samples"], first=order.get("first", ()))
+        return order | asdict(position)
 
     def _begin(self) -> Iterator[Any]:
         start = getattr(self._reading.source, "worker_init_fn", None)
@@ -480,8 +495,13 @@ class DeviceLoader:
         return order.latest
 
 
-_ENTRIES = {"cut", "seed", "epoch", "start", "batches", "samples", "process", "generators"}
+_ENTRIES = {"cut", "seed", "epoch", "start", "batches", "samples", "first", "process", "generators"}
 """What the state of a loader with an order has."""
+OTHER_THREAD = (
+    "A thread of the program reads it, perhaps ahead of the loop. Let workers read ahead: pass `num_workers=2` to "
+    "`DataLoader`. Or call `loader.state_dict()` in that thread after each batch, pass it on, and save the state that "
+    "came with the batch trained on last. Between epochs, call `loader.set_epoch(next_epoch)` before the save."
+)
 _UNEQUAL = (
     "A batch of the `{name}` had different numbers of samples on the ranks, as the last of an epoch may have, and "
     "`fabric.backward(loss)` averages over ranks: a mean over the batch counts samples of a smaller batch more. Write "

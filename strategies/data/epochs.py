@@ -3,7 +3,8 @@
 In one process it is drawn from the generators of the process and of the user's sampler, as they are. Ranks that share
 an order draw it from copies of rank 0's states, taken at set-up, whatever each rank has drawn since. The epoch's number
 increases once its iteration has ended or has yielded a second batch, or once the loop has called backward; then the
-copies are those after the epoch: `next(iter(loader))` on one rank changes nothing on any rank. Another epoch than the
+copies are those after the epoch, and so are generators that were not used meanwhile, for loaders that are set up next:
+`next(iter(loader))` on one rank changes the order on no rank. Another epoch than the
 next one, chosen by `set_epoch`, is drawn from the seed that ranks have agreed on and its number. The position within an
 epoch is that of the loop, not of prefetching workers. Knows items and epochs; knows no loader.
 """
@@ -13,16 +14,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import chain, islice
+from dataclasses import asdict, dataclass, field
+from itertools import chain, compress, islice
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
 import torch
+from torch import Tensor
 from torch.utils.data import SequentialSampler
 
-from fabric.strategies.data.rng import Rng, Streams, digest, mix, preserved_rngs, read_all, write_all
-from fabric.strategies.data.take import length_of, once
+from fabric.strategies.data.positions import length_of, once
+from fabric.strategies.data.rng import Streams, digest, mix, preserved_rngs, read_all, write_all
+from fabric.strategies.tensors.rng import Rng
 
 T = TypeVar("T")
 
@@ -42,6 +45,10 @@ class Drawn(Generic[T]):
         """`reads`: how many items must be read for the first step, and for each further one. `eager`: `iter` is called
         on the items now."""
         self._items, self._streams, self._reads, self._most_steps = items, streams, reads, most_steps
+        self.first: Sequence[int] | None = None
+        """The first indices of the order, once they are drawn; empty if items are not indices, or batches of them."""
+        self.expected: Sequence[int] = ()
+        """Those of the run that is resumed."""
         self._iterator: Iterator[T] | None = None
         self._rest: list[T] = []
         self.ended = False
@@ -67,6 +74,10 @@ class Drawn(Generic[T]):
         following, largest = step, step * self._most_steps
         while not self.ended:
             chunk = self._draw(count)
+            if self.first is None:
+                self.first = _indices_in(chunk)
+                if any(here != there for here, there in zip(self.first, self.expected, strict=False)):
+                    raise ValueError(_OTHER_ORDER.format(there=self.expected, here=self.first))
             self.ended = len(chunk) < count
             count, following = following, min(2 * following, largest)
             yield chunk
@@ -83,6 +94,21 @@ class Drawn(Generic[T]):
         return once(iter(self._items))
 
 
+def _indices_in(items: Iterable[Any]) -> list[int]:
+    """The first indices in indices, or in batches of them; none in anything else."""
+    lists = (item.tolist() if type(item) is Tensor and not item.is_floating_point() else item for item in items)
+    flat = chain.from_iterable(item if isinstance(item, (list, tuple)) else [item] for item in lists)
+    return [index for index in islice(flat, NUM_COMPARED) if isinstance(index, int)]
+
+
+NUM_COMPARED = 8
+_OTHER_ORDER = (
+    "The checkpoint has the position of a loader whose epoch begins with the samples {there}; here it begins with "
+    "{here}, so some would be read twice and others never. Construct the same dataset and sampler, keep a random "
+    "generator of your own sampler in its attributes, or start a new epoch with `set_epoch`."
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
     """The position of the loop within an epoch."""
@@ -93,6 +119,8 @@ class Position:
     """Batches that the loop has received after them, on each rank."""
     samples: int = 0
     """Samples that all ranks together have received, `start` included."""
+    first: Sequence[int] = field(default=(), compare=False)
+    """The first samples of the order, by which a resumed run finds that it has another one."""
 
 
 class Part(NamedTuple):
@@ -155,7 +183,8 @@ class Epoch:
         """Where the loop is."""
         self._pass()
         start = self.begun_at.start
-        return Position(start=start, batches=self.num_batches, samples=start + self._end)
+        first = () if self.drawn is None else self.drawn.first or ()
+        return Position(start=start, batches=self.num_batches, samples=start + self._end, first=first)
 
     @property
     def num_fetched(self) -> int:
@@ -190,6 +219,7 @@ class Epoch:
             if self._seed_workers is not None:
                 self.streams.restart()
             self.drawn = Drawn(items, self.streams, reads, most_steps=most_steps, eager=eager)
+            self.drawn.expected = self.begun_at.first
             if self._seed_workers is not None:
                 self._seed_workers(self.number)
         return iter(self.drawn)
@@ -218,6 +248,8 @@ class Order:
         self._next = 0
         """The number of the epoch that the copies are the states of."""
         self._seed_workers, self._keeps_workers = seed_workers, keeps_workers
+        self.rank = 0
+        """Beside the seed of the rank's generator, what workers draw from."""
         self.latest: Epoch | None = None
         self.standing: Epoch | None = None
         """The epoch of the loop's latest batch."""
@@ -272,18 +304,26 @@ class Order:
         """Advance the states that ranks share to the end of the latest counted epoch.
 
         Indices of known number are drawn to their end even if the loop ended early: the ranks may have left it at
-        different batches, and must draw the same next ones. Generators of the sampler that the user has reseeded or
-        used meanwhile keep their states.
+        different batches, and must draw the same next ones. The generators go there, too, as in one process, so that a
+        loader that is set up next has another order. Those that were seeded or used meanwhile keep their states, but
+        for the draw with which torch begins an epoch.
         """
         epoch, self._unsettled = self._unsettled, None
         if epoch is None or epoch.streams.start is None or not self.is_shared:
             return
         states = self._after(epoch)
         self._copies = states["process"]
-        starts = epoch.streams.start[len(self._process) :]
-        for rng, start, end in zip(self.own, starts, states["generators"], strict=True):
-            if digest(rng.read()) == digest(start):
-                rng.write(end)
+        if not self._advance(epoch.streams.start, states) and not self.own and self._seed_workers is not None:
+            self._seed_workers(epoch.number)
+
+    def _advance(self, start: list[Any], after: dict[str, Any]) -> bool:
+        """Move the generators that still have the state in `start` to that in `after`. Returns whether torch's had."""
+        rngs = [*self._process.values(), *self.own]
+        ends = [*(after["process"].get(name, rng.read()) for name, rng in self._process.items()), *after["generators"]]
+        unused = [digest(rng.read()) == digest(state) for rng, state in zip(rngs, start, strict=True)]
+        for rng, end in compress(zip(rngs, ends, strict=True), unused):
+            rng.write(end)
+        return unused[0]
 
     def _after(self, epoch: Epoch) -> dict[str, Any]:
         """The states after this epoch, from which the next one is drawn."""
@@ -307,10 +347,12 @@ class Order:
         return state | self._now()
 
     def _state_of(self, epoch: Epoch) -> dict[str, Any]:
-        begun = self._by_name(epoch.streams.begun or [])
+        begun = self._by_name((epoch.streams.start if self.is_shared else epoch.streams.begun) or [])
         state = {"seed": epoch.seed, "epoch": epoch.number, **asdict(epoch.position), **begun}
         if not self.is_shared:
             return state | {"ahead": epoch.num_fetched, "following": self._now()}
+        if epoch.streams.is_resumed:
+            state["ahead"] = 0
         is_settled = epoch.counted and self._unsettled is not epoch
         return state | {"following": self._now() if is_settled else self._after(epoch)}
 
@@ -368,19 +410,24 @@ class Order:
         if resumed is not None:
             saved = resumed["process"]
             states = (saved[name] if name in saved else rng.read() for name, rng in process.items())
-            start = begun = [*states, *resumed["generators"]]
+            start = [*states, *resumed["generators"]]
+            if "ahead" in resumed:  # one process has saved the states at the sampler's first draw
+                begun = start
+            elif self._copies is None:
+                self._advance(start, resumed["following"])
             seed = resumed["seed"]
-        elif self._copies is None and self._keeps_workers and self.epoch > 0:
-            begun = read_all([*process.values(), *self.own])  # a resumed run starts workers, and torch draws their seed
+        if begun is None and self._copies is None and self._keeps_workers and self.epoch > 0:
+            # a resumed run starts workers, and torch draws their seed
+            begun = start or read_all([*process.values(), *self.own])
         if self._copies is not None:
             start, seed = [*self._copies.values(), *read_all(self.own)], self.seed
         streams = Streams(list(process.values()), self.own, start, begun)
         ahead = 0 if resumed is None else resumed.get("ahead", 0)
-        of_rank = torch.initial_seed() if self.is_shared else 0
+        of_rank = torch.initial_seed() + self.rank if self.is_shared else 0
         return Epoch(self.epoch, seed, of_rank, streams, begun_at, num_ahead=ahead, seed_workers=self._seed_workers)
 
     def _beginning(self) -> Position:
         """Where the next epoch begins: a restored position is dropped if `set_epoch` has chosen another epoch."""
         if self._resumed is None or self._resumed["epoch"] != self.epoch:
             return Position()
-        return Position(**{name: self._resumed[name] for name in ("start", "batches", "samples")})
+        return Position(**{name: self._resumed.get(name, ()) for name in ("start", "batches", "samples", "first")})

@@ -17,9 +17,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from fabric.strategies.data import huggingface
 from fabric.strategies.data.epochs import Epoch, Order
 from fabric.strategies.data.partition import Cut
+from fabric.strategies.data.positions import once
 from fabric.strategies.data.rng import mix, seed_process
 from fabric.strategies.data.share import Share
-from fabric.strategies.data.take import once
 
 
 @runtime_checkable

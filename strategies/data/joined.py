@@ -17,8 +17,8 @@ from torch.utils.data import IterableDataset
 
 from fabric.strategies.data.epochs import Part
 from fabric.strategies.data.partition import Cut
+from fabric.strategies.data.positions import once
 from fabric.strategies.data.share import Joined
-from fabric.strategies.data.take import once
 from fabric.strategies.tensors.nests import opened
 
 

@@ -2,8 +2,8 @@
 
 A loader is never constructed again from guessed arguments. A shallow copy of it gets another sampler, or another
 dataset if that is iterable. Data that cannot be distributed raises here, before anything is read. Set-up sends two or
-three small messages (`Ranks`); iterating sends none, except with `uneven`. Neither draws from the
-random generators of the process or of a sampler: their states are restored.
+three small messages (`Ranks`); iterating sends none, except with `uneven`. Set-up draws from no random generator: their
+states are restored.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from fabric.strategies.data.iterable import PreparedStream, SplitStream, split_s
 from fabric.strategies.data.joined import JoinedBatches, JoinedCut, JoinedStream
 from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.partition import Cut, RoundRobinCut, SampleCut
-from fabric.strategies.data.positions import own_position
-from fabric.strategies.data.rng import Rng, own_rngs, process_rngs, torch_rng, write_all
+from fabric.strategies.data.positions import length_of, own_position
+from fabric.strategies.data.rng import own_rngs, process_rngs, torch_rng, write_all
 from fabric.strategies.data.share import Joined, Share, Uneven, Use
 from fabric.strategies.data.split import parts_of, split_of
-from fabric.strategies.data.take import length_of
 from fabric.strategies.data.transfer import Carry, one_ahead, one_by_one
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import SeededDataset, WorkerStart, advice
+from fabric.strategies.tensors.rng import Rng
 
 __all__ = ["DeviceLoader", "Share", "Use", "process_dataloader"]
 
@@ -291,13 +291,8 @@ def _order(
         if number == 0 or not keeps_workers:
             torch.empty((), dtype=torch.int64).random_(generator=generator)
 
-    order = Order(
-        seed,
-        known,
-        own,
-        copies={name: copies[name] for name in known},
-        seed_workers=seed_workers if _has_indices(loader) else None,
-    )
+    draws = seed_workers if _has_indices(loader) else None
+    order = Order(seed, known, own, copies={name: copies[name] for name in known}, seed_workers=draws)
     return order, seed, states
 
 
@@ -340,11 +335,7 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
     stream = PreparedStream(dataset, cut, order=drawn_here, is_reseeded=loader.persistent_workers)
     source = _copy(loader, dataset=stream, batch_sampler=None)
     return Reading(
-        source=source,
-        order=order,
-        stream=stream,
-        announce=stream.announce,
-        epochal=_epochal(loader, source),
+        source=source, order=order, stream=stream, announce=stream.announce, epochal=_epochal(loader, source)
     )
 
 
@@ -413,13 +404,7 @@ def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
     at_hand = isinstance(items, (list, tuple))
     most_steps = MOST_STEPS if at_hand else 1
     index = IndexSource(items, items, cut, order, most_steps=most_steps, eager=True)
-    return Reading(
-        source=index,
-        order=order,
-        index=index,
-        position=own_position(items),
-        epochal=_epochal(items, items),
-    )
+    return Reading(source=index, order=order, index=index, position=own_position(items), epochal=_epochal(items, items))
 
 
 def _copy(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, TypeAlias, final
 
 import torch
@@ -69,11 +70,7 @@ class Iteration:
     """How many batches the loop has received in one iteration over a loader, and which of them were repeated."""
 
     def __init__(
-        self,
-        progress: LoopProgress | None = None,
-        *,
-        trains: bool = False,
-        agreed: Agreed | None = None,
+        self, progress: LoopProgress | None = None, *, trains: bool = False, agreed: Agreed | None = None
     ) -> None:
         """`trains`: whether the loop trains on the batches. `agreed`: where ranks agree on their number."""
         self._progress = LoopProgress() if progress is None else progress
@@ -90,6 +87,8 @@ class Iteration:
         self.has_trained = False
         """Whether there was a backward pass or an optimizer step, once the loop has left the iteration."""
         self._num_updates_before = 0
+        self.thread: int | None = None
+        """The thread that receives the batches."""
         self.begin_again: Callable[[], Iterator[Any]] | None = None
         """Begins the iteration that takes its place, if a position was loaded after `iter`."""
 
@@ -143,6 +142,7 @@ class Iteration:
     def opened(self) -> Iterator[None]:
         """Context: the loop receives batches, until it leaves the iteration or `end` is called."""
         self.is_open, self._num_updates_before = True, self._progress.num_updates
+        self.thread = get_ident()
         try:
             yield
         finally:

@@ -45,8 +45,9 @@ class Cut(ABC):
         """This share's batches. Warns if items at the end are dropped."""
 
     def skip(self, items: Iterator[Any], num_samples: int) -> Iterator[Any]:
-        """The items after the first `num_samples` samples of the order."""
-        return islice(items, num_samples, None)
+        """The items after the first `num_samples` samples of the order, which are drawn now."""
+        next(islice(items, num_samples, num_samples), None)
+        return items
 
     @abstractmethod
     def length(self, num_items: int) -> int:
@@ -176,7 +177,7 @@ class BatchCut(Cut):
                 f"The checkpoint was taken after {num_samples} samples of the epoch, and no batch of the batch sampler "
                 "ends there. Let all ranks together read as many samples per step as in the saved run."
             )
-        yield from items
+        return items
 
     def _levelled(self, before: list[Any], last: list[Any]) -> tuple[list[Any], list[Any]]:
         """The last two rounds, with a batch per rank: split the largest batches, then take from the round before."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -32,3 +32,29 @@ def own_position(loader: Iterable[Any]) -> Resumable | None:
         return loader
     saves = isinstance(loader.dataset, IterableDataset) and isinstance(loader.dataset, Resumable)
     return loader if saves and not huggingface.loses_samples(loader.dataset) else None
+
+
+T = TypeVar("T")
+_END = object()
+
+
+def once(iterator: Iterator[T]) -> Iterator[T]:
+    """The same items, by `next` alone.
+
+    `islice`, `zip` and `for` call `iter` on it, with which the iterators of some streams (litdata's) begin again. For
+    generators, and iterators of lists and ranges, it does nothing.
+    """
+    return iterator if type(iterator).__module__ == "builtins" else _by_next(iterator)
+
+
+def _by_next(iterator: Iterator[T]) -> Iterator[T]:
+    while (item := next(iterator, _END)) is not _END:
+        yield item  # type: ignore[misc]
+
+
+def length_of(something: object) -> int | None:
+    """`len(something)`, None if it has no length."""
+    try:
+        return len(something)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None

@@ -12,24 +12,15 @@ import hashlib
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-
-@dataclass(frozen=True, slots=True)
-class Rng:
-    """A random generator: functions that read its state, write it, and seed it."""
-
-    read: Callable[[], Any]
-    """Returns the state, as types that a checkpoint holds: tensors, numbers, strings, tuples and dictionaries."""
-    write: Callable[[Any], object]
-    seed: Callable[[int], object]
+from fabric.strategies.tensors.rng import Rng
 
 
 def mix(*parts: object) -> int:
@@ -132,7 +123,7 @@ class Streams:
     ) -> None:
         self._rngs, self._own, self._inside, self._is_released = [*process, *own], own, False, False
         self.start, self._states = start, start
-        self._is_resumed = begun is not None
+        self.is_resumed = begun is not None
         self.begun = begun
         """The states at the sampler's first draw, once it has drawn."""
 
@@ -159,7 +150,7 @@ class Streams:
 
     def begin(self) -> None:
         """Called within `drawing`, when the sampler is about to draw for the first time."""
-        if self._is_resumed and self.begun is not None:
+        if self.is_resumed and self.begun is not None:
             write_all(self._rngs, self.begun)
         else:
             self.begun = read_all(self._rngs)

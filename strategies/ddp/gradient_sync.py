@@ -15,12 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.ddp.comm_hooks import register
-from fabric.strategies.gradients.reentrant import one_gradient_each
 from fabric.strategies.gradients.scaling import Factor, scale_gradients
-from fabric.strategies.gradients.sync import GRAPH_OF_GRADIENTS, CallModule, Finish, GradientSync, end_reducer
-from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.gradients.sync import (
+    GRAPH_OF_GRADIENTS,
+    CallModule,
+    Finish,
+    GradientSync,
+    end_reducer,
+    one_gradient_each,
+)
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.module.outputs import conceal, expose
 from fabric.strategies.tensors.packing import Spec

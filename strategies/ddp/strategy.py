@@ -19,13 +19,13 @@ from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import PlainState
 from fabric.strategies.ddp.comm_hooks import CommHook, check, why_not
 from fabric.strategies.ddp.gradient_sync import STATIC, UNUSED, DDPGradientSync
-from fabric.strategies.gradients.elementwise import refuse_dependent
-from fabric.strategies.module.prepare import attach_scaler, place, replica
+from fabric.strategies.optimizers.elementwise import refuse_dependent
+from fabric.strategies.optimizers.owners import step_by_owners
+from fabric.strategies.optimizers.owners_state import OwnersState
+from fabric.strategies.prepare import attach_scaler, place, replica
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.owners import step_by_owners
-from fabric.strategies.sharding.owners_state import OwnersState
 from fabric.strategies.target import Target
 from fabric.strategies.undo import undo_all
 

@@ -136,6 +136,7 @@ def engine_config(
         "gradient_clipping": 0.0,  # its default is 1.0
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
+            "reduce_bucket_size": 2**23,  # DeepSpeed's is 5e8: up to there it keeps whole gradients, and a copy of them
             **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),  # one rule for all: shards
             **config.get("zero_optimization", {}),
             **offload,

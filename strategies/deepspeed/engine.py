@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.deepspeed.state import as_changed
+from fabric.strategies.gradients.clipping import norm_of, over_ranks
 from fabric.strategies.gradients.scaling import Factor, multiply
 from fabric.strategies.gradients.sync import Finish, GradientSync
-from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.outputs import outputs_in
@@ -37,7 +38,7 @@ from fabric.strategies.sharding.execution_order import ExecutionOrder, start_com
 from fabric.strategies.tensors.in_shards import InShards
 from fabric.strategies.tensors.parameters import name_some
 from fabric.strategies.torch_internals import after_backward
-from fabric.strategies.undo import replace_attributes
+from fabric.strategies.undo import hold_weakly, replace_attributes
 
 
 @final
@@ -69,7 +70,8 @@ class Engine(GradientSync):
         synchronised = broadcast_buffers and runtime.world.size > 1
         self._buffered = [part for part in module.modules() if part._buffers] if synchronised else []
         broadcast_from_rank_zero(runtime.collective, buffers_of(self._buffered))
-        self.order = ExecutionOrder(runtime, module, gathered_parts(module) if stage == 3 else ())
+        self.units = gathered_parts(module) if stage == 3 else ()
+        self.order = ExecutionOrder(runtime, module, self.units)
         self._added_parameters = AddedParameters(module, unfrozen=True, frozen=stage == 3)
 
         self._arrived: list[Tensor] = []  # parameters that got a gradient in this backward, in order
@@ -82,6 +84,7 @@ class Engine(GradientSync):
             each.register_post_accumulate_grad_hook(self._arrived.append)  # type: ignore[no-untyped-call]
             for each in self.trained
         ]
+        self._kept = list(map(hold_weakly, self.zero._grad_acc_hooks))
         if stage == 3:  # DeepSpeed's own hooks would meet a parameter that they do not know
             self._hooks.append(module.register_forward_pre_hook(Hook(self._before_forward), prepend=True))
         self.discard()
@@ -182,7 +185,7 @@ class Engine(GradientSync):
 
     # Gradients
 
-    def clip_norm(self, _: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    def clip_norm(self, _: Sequence[Optimizer], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale the gradients so that their norm over all shards is at most `max_norm`. Returns the former norm."""
         order = float(norm_type)
         with self.gradients() as shards:
@@ -200,16 +203,11 @@ class Engine(GradientSync):
 
     def _norm(self, shards: Sequence[Tensor], order: float) -> Tensor:
         """The norm of the gradients over all shards, without the loss scale."""
-        norms = [torch.linalg.vector_norm(shard, order, dtype=torch.float32) for shard in shards if shard.numel()]
-        local = torch.stack(norms) if norms else torch.zeros(1, device=self.runtime.device)
-        all_reduce = self.runtime.collective.all_reduce
-        if order == float("inf"):
-            total = all_reduce(local.max(), "max")
-        else:
-            total = all_reduce((local**order).sum(), "sum") ** (1.0 / order)
-        return total / float(self.zero.loss_scale)
+        held = [shard for shard in shards if shard.numel()]
+        local = norm_of(held, order) if held else torch.zeros((), device=self.runtime.device)
+        return over_ranks(self.runtime.collective, local, order) / float(self.zero.loss_scale)
 
-    def clip_value(self, _: Optimizer, clip_val: float) -> None:
+    def clip_value(self, _: Sequence[Optimizer], clip_val: float) -> None:
         """Clamp each gradient to `[-clip_val, clip_val]`."""
         bound = clip_val * float(self.zero.loss_scale)
         with self.gradients() as shards:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from fabric.strategies.deepspeed.library import with_environment
 from fabric.strategies.deepspeed.state import is_sharded
-from fabric.strategies.module.init_calls import initialised_by
+from fabric.strategies.module.initialization import initialised_by
 from fabric.strategies.module.same_model import refuse_different_models
 from fabric.strategies.runtime import Runtime
 
@@ -76,7 +76,7 @@ def _copy_of(parameter: Any, memo: dict[int, Any]) -> nn.Parameter:
 
 @final
 class _WholeInitialization(TorchFunctionMode):
-    """Within the context, what initialises a parameter that is in shards already initialises the whole one.
+    """Within the context, a function that initialises a parameter in shards initialises the whole parameter.
 
     DeepSpeed shards a submodule's parameters when it is made; of one that the model then initialises to zeros, it would
     leave what was there. Ranks: all make the same calls; the values are those of rank 0.

@@ -7,6 +7,7 @@ called on a rank, never in the process that the user started.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -14,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
+from inspect import getclosurevars
 from typing import Any
 
 import torch.distributed as dist
@@ -39,6 +41,7 @@ NAMES: Names = {
         "micro_step_id averaged_gradients all_grad_tensors overflow": "the window of accumulated gradients",
         "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale "
         "setup_buckets": "for each backward",
+        "_grad_acc_hooks": "hooks that would keep a model alive for ever",
         "cpu_offload accumulated_grads_in_cpu reset_cpu_buffers": "offloaded gradients are discarded",
         "_hp_mapping": "which part of a parameter is in this rank's shard, and where",
         "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state": "links states that were loaded",
@@ -48,6 +51,7 @@ STAGE_3: Names = {
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": {
         "fp16_groups fp32_partitioned_groups_flat": "which shard has which parameter",
         "grad_partitions_flat_buffer averaged_gradients offload_optimizer overflow": "gradients in shards",
+        "_grad_acc_hooks": "hooks that would keep a model alive for ever",
         "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "for each backward",
         "_reassign_or_swap_out_partitioned_parameters checkpoint_event_prologue "
         "checkpoint_event_epilogue": "averages of weights are evaluated",
@@ -57,6 +61,10 @@ STAGE_3: Names = {
         "_post_init_method": "parameters are compared over the ranks before they are sharded",
         "_partition_param": "parameters in shards have their shape until `setup`",
         "convert_to_zero_parameters": "copies of parameters in shards",
+    },
+    "deepspeed.runtime.zero.parameter_offload": {"FWD_MODULE_STACK": "keeps every model alive, also after `destroy`"},
+    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": {
+        "_PartitionedParameterCoordinator__params_to_release": "a cache that keeps every model alive"
     },
     "deepspeed.runtime.zero.partition_parameters": {"is_zero_param": "whether a parameter is sharded"},
 }
@@ -106,6 +114,18 @@ def join(world: World, device_type: str) -> None:
         if hasattr(dist, "all_gather_single"):
             backend.all_gather_function = dist.all_gather_single
             backend.reduce_scatter_function = dist.reduce_scatter_single
+
+
+def forget_models() -> None:
+    """Empty the lists in which stage 3 keeps each model for ever (0.19), and collect those that nothing else keeps. Not
+    within a forward."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    cached = vars(Coordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    getclosurevars(cached).nonlocals["func"].cache_clear()
+    FWD_MODULE_STACK.clear()
+    gc.collect()
 
 
 def _import_muon() -> None:

@@ -101,6 +101,20 @@ class ZeroState(StateAccess):
                     if gradient is not None:
                         yield name, gradient / float(self.zero.loss_scale)
 
+    def scatter(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(parameters, values, strict=True):
+            is_trained = id(parameter) in self.trained
+            changed = as_changed(self._whole(parameter), value.detach()) if is_trained else value
+            self._write_tensor("", parameter, changed)
+
+    def kept(self, parameter: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor] | None:
+        if not is_sharded(parameter) or not parameter.numel():
+            return None
+        shard = cast(Any, parameter).ds_tensor.flatten()
+        start = self.world.rank * shard.numel()
+        own = parameter.detach().flatten()[start : start + shard.numel()]
+        return own, shard[: own.numel()].to(own.device)
+
     def _whole(self, tensor: Tensor) -> Tensor:
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param

@@ -21,26 +21,20 @@ from torch.optim.swa_utils import AveragedModel
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.deepspeed.config import (
-    PRECISIONS,
-    choose_offload,
-    choose_stage,
-    engine_config,
-    read_config,
-)
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
+from fabric.strategies.deepspeed.config import PRECISIONS, choose_offload, choose_stage, engine_config, read_config
 from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, copy_of, gathered_parts, is_trained
 from fabric.strategies.deepspeed.init_module import hide_shapes, in_shards
-from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
+from fabric.strategies.deepspeed.library import forget_models, join, local_rank, why_not, with_environment
 from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.gradients.elementwise import MODES, has_modes, refuse_dependent
 from fabric.strategies.gradients.sync import LocalGradientSync
-from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.copies import own_hooks, refuse_copies
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import make_contiguous, place, prepared, with_precision
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
+from fabric.strategies.optimizers.elementwise import MODES, has_modes, refuse_dependent
+from fabric.strategies.prepare import make_contiguous, place, prepared, with_precision
 from fabric.strategies.prepared import Prepared, TrainedWeights
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
@@ -153,6 +147,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         _refuse_setup(runtime, module, optimizers, stage=self._stage)
+        if self._stage == 3:
+            forget_models()
         with ExitStack() as stack:
             stack.enter_context(local_rank(runtime.world))
             if optimizers:
@@ -324,7 +320,7 @@ def _remember(objects: Iterable[Any]) -> Callable[[], None]:
 
 
 def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, stage: int) -> None:
-    """Raise ValueError if an engine would not do what was requested."""
+    """Raise ValueError if an engine would ignore a request."""
     name = type(module).__name__
     if stage == 3 and uncompiled(module) is not module:
         raise ValueError(_COMPILED)

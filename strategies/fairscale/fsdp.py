@@ -4,7 +4,8 @@ The first fully sharded module (Baines et al., 2021), for code that relies on it
 is kept beside the user's module, not around it: parameters remain the same objects, under the same names, so
 optimizers made before `setup` remain valid. Between forwards a parameter is this rank's shard: one dimension, padded to
 equal lengths; what reads its gradient as a whole raises (`fsdp_shards.py`). `state_dict()` of the module and of its
-submodules is a collective that returns unsharded tensors, and `load_state_dict`, also of optimizers, takes those.
+submodules is a collective that returns unsharded tensors; `load_state_dict` of optimizers takes those, and that of
+modules where `fabric.load` calls it, or within `fabric.gathered(model, write=True)`.
 
 Every forward all-gathers parameters, so all ranks call it, in evaluations, too.
 """
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Adafactor, Muon, Optimizer
 
 from fabric.strategies.capabilities import Capability
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
 from fabric.strategies.fairscale.fsdp_shards import (
     IN_SLICES,
     SlicedState,
@@ -39,11 +41,10 @@ from fabric.strategies.fairscale.library import (
     why_not,
 )
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.module.buffers import broadcast_from_rank_zero
-from fabric.strategies.module.prepare import attach_scaler, place, replica
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching
 from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepare import attach_scaler, place, replica
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime

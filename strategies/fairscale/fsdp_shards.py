@@ -2,8 +2,9 @@
 
 A shard is one-dimensional, and equally long on every rank: the last ones are padded with zeros. FairScale stores the
 unsharded shape on the parameter, as `_orig_size`. With the hooks of this file `state_dict()` of a module and of its
-submodules returns unsharded tensors, copied to the CPU, on every rank; `load_state_dict`, also of optimizers, takes
-them. Ranks: all call `state_dict()`; each loads by itself. A checkpoint is written from the shards, by `SlicedState`.
+submodules returns unsharded tensors, copied to the CPU, on every rank; `load_state_dict` of optimizers takes them, and
+that of modules where fabric calls it. Ranks: all call `state_dict()`; each loads by itself. A checkpoint is written
+from the shards, by `SlicedState`.
 
 Between backward and step, gradients are `GradientShard`s: a norm, a comparison or a copy of one would be that of the
 shard, silently, and raises. What changes each element in place is right: `parameter.grad.mul_(0.5)`. Backward and the
@@ -21,12 +22,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fabric.strategies.checkpoint.by_hand import RefuseWhole
 from fabric.strategies.checkpoint.state import PLAIN, KeepsNamesAndShapes, StateAccess, by_saved_index, map_state
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.sharding.owners import refuse_part
-from fabric.strategies.sharding.owners_state import held_state
+from fabric.strategies.optimizers.owners import refuse_part
+from fabric.strategies.optimizers.owners_state import held_state
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.undo import undo_all
@@ -58,6 +60,7 @@ def attach_module(collective: Collective, module: nn.Module) -> Callable[[], Non
     for part in module.modules():
         gather, cut = ModuleHook(_gather, collective), ModuleHook(_slice, collective)
         handles.append(part.register_state_dict_post_hook(gather))  # type: ignore[no-untyped-call]
+        handles.append(part.register_load_state_dict_pre_hook(RefuseWhole()))  # type: ignore[no-untyped-call]
         handles.append(part.register_load_state_dict_pre_hook(cut))  # type: ignore[no-untyped-call]
     last = ModuleHook(_gather_renamed, collective)
     handles.append(module.register_state_dict_post_hook(last))  # type: ignore[no-untyped-call]
@@ -148,7 +151,7 @@ def _gather(collective: Collective, part: nn.Module, content: dict[str, Any], pr
 
 def _gather_renamed(collective: Collective, module: nn.Module, content: dict[str, Any], prefix: str, _: Any) -> None:
     """Gather what hooks of the user have renamed before ours found it."""
-    shards: dict[int, Any] = {each.data_ptr(): each for each in module.parameters() if each.numel()}
+    shards: dict[int, Any] = {each.data_ptr(): each for each in module.parameters() if _is_shard(each) and each.numel()}
     for name, value in content.items():
         if type(value) is Tensor and (own := shards.get(value.data_ptr())) is not None:
             content[name] = whole_of(collective, own, own._orig_size).to("cpu", copy=True)
@@ -168,7 +171,12 @@ def _slice(collective: Collective, part: nn.Module, content: dict[str, Any], pre
 
 
 def _own_parameters(part: nn.Module) -> list[tuple[str, Any]]:
-    return [(name, parameter) for name, parameter in part._parameters.items() if parameter is not None]
+    """Not those that `fabric.gathered` has put in their place, which are whole."""
+    return [(name, each) for name, each in part._parameters.items() if each is not None and _is_shard(each)]
+
+
+def _is_shard(parameter: Tensor) -> bool:
+    return "_orig_size" in vars(parameter)
 
 
 @final
@@ -193,6 +201,15 @@ class SlicedState(StateAccess):
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
                 yield name, whole_of(self._collective, plain_of(parameter.grad), cast(Any, parameter)._orig_size)
+
+    def scatter(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(slice_of(value, self._collective))
+
+    def kept(self, parameter: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor] | None:
+        known: Any = parameter
+        is_whole = _is_shard(parameter) and parameter.data_ptr() != known._fp32_shard.data_ptr()
+        return (slice_of(parameter, self._collective), known._fp32_shard.to(parameter.dtype)) if is_whole else None
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         return self._module_state(module, self._kept)

@@ -24,16 +24,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, final
+from weakref import proxy
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
 from fabric.strategies.fairscale.fsdp_shards import ModuleHook, conceal, holds_local, plain_of, reveal
 from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, root_logger_untouched
 from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
-from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.outputs import outputs_in
@@ -87,6 +88,7 @@ class FairScaleFSDPGradientSync(GradientSync):
             wrapped = {part: wrap(_Unit(part)) for part in reversed(parts)}  # inner before outer
             self.root = wrap(_Unit(module, list(wrapped.values())))
             self.wrappers = (self.root, *wrapped.values())
+            self.units = [wrapper.module for wrapper in self.wrappers]
             for wrapper in self.wrappers:  # the root first: otherwise a submodule that is called first becomes the root
                 wrapper._lazy_init()
                 wrapper.reduced = self.reduced
@@ -229,10 +231,19 @@ def _wrapper(runtime: Runtime) -> Callable[..., Any]:
             A parameter keeps its node, since it is gathered in its own dtype. Hooks of one node run one after the
             other, so that all but the first find nothing to do.
             """
-            for param in self.params if torch.is_grad_enabled() else ():
-                if param.requires_grad and "_shard_bwd_hook" in vars(param):
-                    param._shard_bwd_hook[1].remove()
+            if not torch.is_grad_enabled():
+                return
+            for _, handle, _ in vars(self).get("_nodes", ()):
+                handle.remove()
             super()._register_post_backward_hooks()
+            # Kept here: a parameter that has its own node would never be freed.
+            self._nodes = []
+            for param in self.params:  # no comprehension, which is a call
+                if param.requires_grad:
+                    node, handle = vars(param).pop("_shard_bwd_hook")
+                    hooks = handle.hooks_dict_ref()
+                    self._nodes.append((node, handle, hooks[handle.id]))
+                    hooks[handle.id] = proxy(hooks[handle.id])  # `hold_weakly` without a call
 
         def _post_reduction_hook(self, param: Any, reduced_grad: Tensor) -> None:
             super()._post_reduction_hook(param, reduced_grad)

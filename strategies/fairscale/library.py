@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 
 from fabric.launchers.private_names import Names, require
 from fabric.strategies.gradients import clipping
-from fabric.strategies.gradients.elementwise import refuse_dependent
+from fabric.strategies.optimizers.elementwise import refuse_dependent
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target
 
@@ -114,19 +115,18 @@ _PARTS = (
 )
 
 
-def clip_norm(
-    optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool, *, owned: Owned, runtime: Runtime
-) -> Tensor:
-    """Scale sharded gradients so that the norm over all ranks is at most `max_norm`. Ranks: all call it."""
-    owned(optimizer)
-    scaler, across = runtime.loss_scaler, runtime.collective
-    return clipping.clip_norm(optimizer, max_norm, norm_type, error_if_nonfinite, scaler, across)
+def clip_norm(optimizers: Sequence[Optimizer], *limits: Any, owned: Owned, runtime: Runtime) -> Tensor:
+    """Scale sharded gradients so that the norm over all ranks is at most the limit. Ranks: all call it."""
+    for each in optimizers:
+        owned(each)
+    return clipping.clip_norm(optimizers, *limits, runtime.loss_scaler, runtime.collective)
 
 
-def clip_value(optimizer: Optimizer, clip_val: float, *, owned: Owned, runtime: Runtime) -> None:
+def clip_value(optimizers: Sequence[Optimizer], clip_val: float, *, owned: Owned, runtime: Runtime) -> None:
     """Clamp each gradient to `[-clip_val, clip_val]`."""
-    owned(optimizer)
-    clipping.clip_value(optimizer, clip_val, runtime.loss_scaler)
+    for each in optimizers:
+        owned(each)
+    clipping.clip_value(optimizers, clip_val, runtime.loss_scaler)
 
 
 NOT_AVERAGED = (

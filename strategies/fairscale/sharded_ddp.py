@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import PlainState
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.fairscale.library import (
     LATE,
@@ -44,17 +45,15 @@ from fabric.strategies.fairscale.library import (
     why_not,
 )
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.gradients.reentrant import one_gradient_each
-from fabric.strategies.gradients.sync import CallModule, Finish, GradientSync
-from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.gradients.sync import CallModule, Finish, GradientSync, one_gradient_each
 from fabric.strategies.module.changes import AddedParameters
-from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
+from fabric.strategies.optimizers.owners import refuse_part
+from fabric.strategies.optimizers.owners_state import OwnersState
+from fabric.strategies.prepare import place, replica
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.owners import refuse_part
-from fabric.strategies.sharding.owners_state import OwnersState
 from fabric.strategies.target import Target, releases
 from fabric.strategies.tensors.in_shards import InShards
 from fabric.strategies.tensors.parameters import name_some, parameters_of, refuse_shared_memory

@@ -23,17 +23,18 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.module.buffers import broadcast_from_rank_zero
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
 from fabric.strategies.module.copies import IN_SHARDS, Hook, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.parameter_rebinding import rebinding
-from fabric.strategies.module.prepare import make_contiguous, prepared, with_precision
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching, num_bytes
+from fabric.strategies.optimizers.owners_state import sharded_state
+from fabric.strategies.optimizers.rebinding import rebinding
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepare import make_contiguous, prepared, with_precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
@@ -41,7 +42,6 @@ from fabric.strategies.sharding.fully_sharded import conceal_output, expose_outp
 from fabric.strategies.sharding.gradient_sync import ShardedGradientSync
 from fabric.strategies.sharding.layout import refuse_cut
 from fabric.strategies.sharding.mesh import check_degrees
-from fabric.strategies.sharding.owners_state import sharded_state
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.parameters import name_some, own_tensors, refuse_tied_apart
 from fabric.strategies.tensors.wrapped import frozen_wrapped, move
@@ -57,7 +57,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     Args:
         auto_wrap_policy: Submodules whose parameters are all-gathered together: "blocks" (`blocks_of(model)`), classes,
-            or a function of a module. None: the whole model at once.
+            or a function of a module, also of torch's form. None: the whole model at once.
         reshard_after_forward: Free gathered parameters after forward. False: keep them for backward. A number: shard
             over so many ranks.
         device_mesh: (replicas, shards), or "nodes" for a replica on each node. None: shards over all ranks.

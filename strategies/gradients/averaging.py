@@ -1,4 +1,4 @@
-"""Averaging of gradients after backward, over the mesh axes that no wrapper reduces.
+"""Averaging of gradients after backward, over the ranks of a collective.
 
 # Note [Averages of averages]
 All of `.grad` is averaged, including what has accumulated. A part that was averaged before is equal on every rank, so
@@ -8,60 +8,17 @@ exact, however synchronised and unsynchronised backwards alternate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import cast, final
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import HOST_DEVICES, Collective
 from fabric.strategies.gradients.clipping import DENSE, NONE, kind_of, refuse_sparse
-from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.layout import DATA_AXES, fsdp_modules, unaveraged
-from fabric.strategies.sharding.mesh import along, degree
 from fabric.strategies.tensors.dtensor import as_sharded, local_part
 from fabric.strategies.tensors.packing import exchange
-
-
-@final
-class MeshAveraging:
-    """Gradient averaging of one model on a mesh, and whether the next backward synchronises.
-
-    Ranks: all create it together, one for each model.
-    """
-
-    def __init__(self, runtime: Runtime, module: nn.Module) -> None:
-        assert runtime.mesh is not None
-        by_axes = unaveraged(module, runtime.mesh)
-        data = tuple(axis for axis in DATA_AXES if degree(runtime.mesh, axis) > 1)
-        # Ranks whose models differ (pipeline stages) may need different groups, and all ranks must create each of them.
-        wanted = {axes for axes in (*by_axes, data) if axes}
-        wanted = wanted.union(*runtime.collective.all_gather_object(wanted))
-        groups = {axes: along(runtime.collective, runtime.mesh, axes).for_gradients() for axes in sorted(wanted)}
-        self.module = module
-        self.synced = True
-        self.parameters = list(module.parameters())
-        self.unaveraged = [(groups[axes], parameters) for axes, parameters in by_axes.items()]
-        self.data = groups[data] if data else None
-        """The ranks that hold the same part of the model, and read other data; None: there is no other."""
-        self.sharded = fsdp_modules(module)
-
-    def watch(self) -> Callable[[], None] | None:
-        """See `GradientSync.watch`."""
-        return self.average if self.synced else None
-
-    def average(self) -> None:
-        """Average all gradients that no wrapper reduces. Ranks: all, after the backward."""
-        redistribute(self.parameters)
-        for collective, parameters in self.unaveraged:
-            average(collective, parameters)
-
-    def set_synced(self, synced: bool) -> None:
-        """See `GradientSync.set_synced`."""
-        self.synced = synced
-        for part in self.sharded:
-            part.set_requires_gradient_sync(synced, recurse=False)
 
 
 @torch.no_grad()

@@ -12,9 +12,9 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.sync import Finish, GradientSync
-from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.parameters import parameters_of
 

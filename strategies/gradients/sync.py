@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeAlias, final
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +34,8 @@ class GradientSync(ABC):
     """Whether backward synchronises gradients at present, if the technique supports that they are not."""
     refuses: Mapping[str, str] = {}
     """Arguments of `Tensor.backward` that the technique does not support, each with the error of its use."""
+    units: Sequence[nn.Module] = ()
+    """The modules whose parameters are gathered until the end of their forward, without those of `fully_shard`."""
 
     @abstractmethod
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,9 +68,8 @@ class GradientSync(ABC):
 
     @property
     def is_replicated(self) -> bool:
-        """Whether it is known that all ranks hold the same whole parameters, and average their gradients over all.
-
-        For strategies of which not every model does.
+        """Whether all ranks are known to hold the same whole parameters, and to average their gradients over all ranks.
+        Not every model of a strategy does.
         """
         return False
 
@@ -134,27 +136,28 @@ def backward_through(
 
     `scale_loss`: the precision's loss scaling. It is called first, because it may rescale existing gradients.
     `within`: the context of backward, because activation checkpointing runs forward again in it.
+    Of models that the program has let go of, nothing runs.
     """
-    watches = [sync.watch for sync in syncs if not isinstance(sync, LocalGradientSync)]
+    watched = [ref(sync) for sync in syncs if not isinstance(sync, LocalGradientSync)]
+    refused = [refusal for sync in syncs for refusal in sync.refuses.items()]
 
     def backward_alone(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        for sync in syncs if kwargs else ():
-            for word, sentence in sync.refuses.items():
-                if kwargs.get(word) is not None and kwargs[word] is not False:
-                    raise ValueError(sentence)
+        for word, sentence in refused if kwargs else ():
+            if kwargs.get(word) is not None and kwargs[word] is not False:
+                raise ValueError(sentence)
         scaled = loss if scale_loss is None else scale_loss(loss)
         finishes = []
-        for watch in watches:  # no comprehension, which is a call
-            if (finish := watch()) is not None:
+        for each in watched:  # no comprehension, which is a call
+            if (sync := each()) is not None and (finish := sync.watch()) is not None:
                 finishes.append(finish)
         scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         for finish in finishes:
             finish()
 
-    chosen = backward_alone if scale_loss is None and not watches else backward
+    chosen = backward_alone if scale_loss is None and not watched else backward
     return chosen if within is None else partial(_run_within, within, chosen)
 
 
@@ -199,3 +202,21 @@ def end_reducer(parallel: DistributedDataParallel) -> None:
     # DistributedDataParallel is part of a reference cycle, so dropping it is not enough.
     for name in ("logger", "reducer"):
         vars(parallel).pop(name, None)
+
+
+def one_gradient_each(parameters: Iterable[Tensor]) -> Finish:
+    """Watch a backward: what this returns is called after it, and raises RuntimeError if a parameter got several.
+
+    Cost: a hook of each parameter, so that strategies watch their first backward only.
+    """
+    arrived: list[Tensor] = []
+    trained = (each for each in parameters if each.requires_grad)
+    hooks = [each.register_post_accumulate_grad_hook(arrived.append) for each in trained]  # type: ignore[no-untyped-call]
+
+    def finish() -> None:
+        for hook in hooks:
+            hook.remove()
+        if len(arrived) > len(set(arrived)):
+            raise RuntimeError("This backward gave parameters several gradients, of which the first is averaged alone.")
+
+    return finish

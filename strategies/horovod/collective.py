@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from fabric.launchers.environments.horovod import place_in_environment
-from fabric.launchers.rank.network import interface_for
+from fabric.launchers.process.network import interface_for
 from fabric.launchers.rendezvous.join import join
 from fabric.launchers.world import World
 from fabric.strategies.collectives.call_check import check_call

@@ -9,10 +9,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.gradients.clipping import NONE, kind_of, on_gradient, refuse_sparse
 from fabric.strategies.gradients.sync import Finish, GradientSync
-from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.tensors.packing import exchange
 from fabric.strategies.torch_internals import after_backward
@@ -34,7 +34,8 @@ class HorovodGradientSync(GradientSync):
         self.changed: set[Tensor] = set()
         self.is_due = False
         broadcast_from_rank_zero(collective, [*module.parameters(), *module.buffers()])
-        self.hooks = [on_gradient(parameter, self._note) for parameter in self.parameters]
+        self.kept_hook = self._note
+        self.hooks = [on_gradient(parameter, self.kept_hook) for parameter in self.parameters]
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.additions.refuse()

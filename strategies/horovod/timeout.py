@@ -72,6 +72,7 @@ class Watch:
             f"waited {self._timeout_seconds:g} s: {_names(here)} arrived, {_names(missing)} did not arrive. Check "
             "what the missing ranks do instead, or pass a larger `timeout_seconds`.",
             rank=self._rank,
+            lost=missing,
         )
 
 

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.clipping import on_gradient
 from fabric.strategies.gradients.sync import GRAPH_OF_GRADIENTS, INPUTS_OF_SHARDS, Finish, GradientSync, end_reducer
 from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.state import own_parameters
-from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import AddedParameters
-from fabric.strategies.sharding.first_gather import FirstGather
+from fabric.strategies.sharding.fully_sharded import FirstGather
 from fabric.strategies.sharding.mesh import along, axes_of, degree
 from fabric.strategies.tensors.dtensor import as_sharded
 
@@ -54,6 +54,7 @@ class ManualGradientSync(GradientSync):
         )
         self.averaged: dict[tuple[str, ...], list[nn.Parameter]] = {}
         self.hooks: list[RemovableHandle] = []
+        self.kept_hook = self._arrived
         for parameter in ours:
             self._arrange(parameter)
         self.along = {axes: along(context.collective, context.mesh, axes).for_gradients() for axes in self.averaged}
@@ -139,7 +140,7 @@ class ManualGradientSync(GradientSync):
         rest = tuple(axis for axis in self.data_axes if axis not in cut)
         if rest:
             self.averaged.setdefault(rest, []).append(parameter)
-            self.hooks.append(on_gradient(parameter, self._arrived))
+            self.hooks.append(on_gradient(parameter, self.kept_hook))
 
     def _cut_along(self, parameter: nn.Parameter) -> set[str]:
         sharded = as_sharded(parameter)

@@ -24,18 +24,18 @@ from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.gradient_sync import ManualGradientSync
 from fabric.strategies.manual.state import ManualState, own_parameters
-from fabric.strategies.module.parameter_rebinding import rebind
-from fabric.strategies.module.prepare import replica
+from fabric.strategies.optimizers.owners import refuse_owners
+from fabric.strategies.optimizers.rebinding import rebind
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.forward_precision import casts
 from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepare import replica
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.fully_sharded import reshard_roots
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.mesh import COPIES, check_degrees
-from fabric.strategies.sharding.owners import refuse_owners
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.tensors.wrapped import is_wrapped
@@ -141,14 +141,14 @@ class ManualStrategy(ProcessGroupStrategy):
         data_axes = tuple(filter(self.has_own_data, self._axes(runtime.world.size)))
         sync = ManualGradientSync(context, parallel, data_axes)
         prepared = replica(runtime, parallel.module, optimizers, sync)
-
+        clip = prepared.clip_norm
         compared = WeakSet[Optimizer]()
 
-        def clip_norm(optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-            norm = prepared.clip_norm(optimizer, max_norm, norm_type, error_if_nonfinite)
-            if optimizer not in compared:  # what is averaged does not change later
+        def clip_norm(of: Sequence[Optimizer], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+            norm = clip(of, max_norm, norm_type, error_if_nonfinite)
+            if not compared.issuperset(of):  # what is averaged does not change later
                 _refuse_unequal(torch.tensor(runtime.collective.all_gather_object(norm.item())))
-                compared.add(optimizer)
+                compared.update(of)
             return norm
 
         return replace(prepared, clip_norm=clip_norm, state=ManualState(runtime.collective))

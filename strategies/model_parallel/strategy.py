@@ -26,21 +26,21 @@ from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.gradients.averaging import MeshAveraging
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.clipping import move_state
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.setup import pipelined
-from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.copies import IN_SHARDS, IN_STAGES, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.parameter_rebinding import rebinding
-from fabric.strategies.module.prepare import make_contiguous, prepared, with_precision
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
+from fabric.strategies.optimizers.owners_state import sharded_state
+from fabric.strategies.optimizers.rebinding import rebinding
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.forward_precision import cast_module
+from fabric.strategies.prepare import make_contiguous, prepared, with_precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
@@ -48,7 +48,7 @@ from fabric.strategies.sharding.fully_sharded import expose_outputs, mark_gather
 from fabric.strategies.sharding.gradient_sync import ShardedGradientSync
 from fabric.strategies.sharding.layout import Parallelize, parallelize, refuse_cut
 from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, complete
-from fabric.strategies.sharding.owners_state import sharded_state
+from fabric.strategies.sharding.mesh_averaging import MeshAveraging
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.parameters import name_some

@@ -66,7 +66,8 @@ class AddedParameters:
     """Parameters that a model did not have when this was constructed, for backends that list parameters once.
 
     `by_name`: see `Contents`; a parameter that replaces another under the same name is then not found. `unfrozen`:
-    those that were frozen then count, too, once they require gradients. `frozen`: so do added ones that do not.
+    parameters that were frozen count, too, once they require gradients. `frozen`: added parameters that require none
+    count, too.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class AddedParameters:
         return self._found
 
     def refuse(self, instead: str | None = None) -> None:
-        """Raise RuntimeError if one of them requires gradients and is not a DTensor of the user's, in a forward that
-        computes gradients. `instead`: what to write, if not to add it before `setup`."""
+        """Raise RuntimeError if an added parameter requires gradients and is not a DTensor of the user's, in a forward
+        that computes gradients. `instead`: the advice of the error; by default, to add it before `setup`."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # the compiler cannot trace the comparison
             return
         found = self.found()

@@ -14,6 +14,7 @@ nothing has filled before `setup` is then initialised in the same order, by the 
 from __future__ import annotations
 
 import inspect
+from itertools import chain
 from typing import final
 from weakref import WeakValueDictionary
 
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.module.init_calls import NotedCalls, repeat_call, take_calls
-from fabric.strategies.sharding.whole_draws import WholeDraws
+from fabric.strategies.module.initialization import NotedCalls, repeat_call, take_calls
+from fabric.strategies.module.whole_draws import WholeDraws
 from fabric.strategies.tensors.dtensor import local_part, user_class
 
 _RESET = ("reset_parameters", "_reset_parameters")
@@ -74,12 +75,12 @@ class Unfilled:
         self._made: WeakValueDictionary[Tensor, Tensor] = WeakValueDictionary()
         meta = [tensor for tensor in root.parameters() if tensor.is_meta]
         self._calls = take_calls(meta)
-        """The one that initialised each when it was constructed."""
+        """The call that initialised each tensor when the module was constructed."""
         with NotedCalls(), torch.random.fork_rng(devices=()):  # on meta, where some functions are not seen, as then
             for part in in_order_of_apply(root) if any(self._calls.values()) else ():
                 any(_call(part, method) for method in _RESET)
         self._made_again = take_calls(meta)
-        """The one by which `reset_parameters` will initialise it."""
+        """The call by which `reset_parameters` will initialise the tensor."""
         self._places: dict[Tensor, tuple[nn.Module, str]] = {}
         self.was_empty = False
 
@@ -180,6 +181,4 @@ def _call(part: nn.Module, method: str) -> bool:
 
 def in_order_of_apply(root: nn.Module) -> list[nn.Module]:
     """The modules of a model, each once, children before parents: the order of `nn.Module.apply`."""
-    found: list[nn.Module] = []
-    root.apply(found.append)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*chain.from_iterable(map(in_order_of_apply, root.children())), root]))

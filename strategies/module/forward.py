@@ -18,13 +18,13 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
-from torch._C._dynamo import eval_frame
 
 from fabric.strategies.module.copies import forget_copied_hooks
 from fabric.strategies.torch_internals import disable_dynamo, require_compiler
 
+eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 _compiler: Callable[[], object] = getattr(eval_frame, "get_eval_frame_callback", lambda: None)
-"""The compiler by which the calling function runs; None: none."""
+"""The compiler under which the calling function runs, or None."""
 
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """`around(function, args, kwargs)` calls `function` with the strategy's code around it and returns its result."""
@@ -57,7 +57,9 @@ class ForwardPath:
         self.uncompilable = uncompilable
         self.running = False
         self.num_calls = 0
-        """How many forwards have begun, with those of marked methods."""
+        """The number of forwards that have begun, those of marked methods included."""
+        self.kept: list[object] = []
+        """What lives as long as the module: see Note [What was set up lives as long as the program has it]."""
         self._given: dict[str, Any] = {}
         self._replace("forward")
         object.__setattr__(module, "mark_forward_method", self)
@@ -182,8 +184,8 @@ def _forget_original(module: nn.Module) -> None:
 
 
 def _paused(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`run(function, args, kwargs)`, of which only `function` is compiled."""
-    compiler = eval_frame.set_eval_frame(None)
+    """Call `run(function, args, kwargs)`, and compile `function` alone."""
+    compiler = getattr(eval_frame, "set_eval_frame", lambda _: require_compiler())(None)
     require_compiler()
     called = function
     if function.__module__.startswith("torch."):  # torch compiles its own functions only when others call them

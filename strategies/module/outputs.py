@@ -36,16 +36,17 @@ _CLOSED = (
 
 
 _DEPTH = 64
-"""Of containers and objects within each other that are searched. A linked list would exceed Python's own limit."""
+"""The greatest depth of nested containers and objects that is searched. A linked list would exceed Python's own
+limit."""
 
 
 class Exposed(NamedTuple):
-    """An output, and beside it the tensors in it that torch would not find."""
+    """An output, and a list of the tensors in it that torch would not find."""
 
     output: Any
     tensors: list[Tensor]
     ids: list[int]
-    """Those of the tensors in the output: a backend may replace the tensors of the list."""
+    """The tensors in the output itself: a backend may replace the tensors of the list."""
 
 
 def outputs_in(output: Any) -> list[Tensor]:

@@ -1,7 +1,9 @@
-"""Which submodules an option applies to: the blocks of the model, those of some classes, or chosen by a function."""
+"""The submodules that an option applies to: the model's blocks, submodules of some classes, or those that a function
+chooses."""
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, TypeAlias
@@ -11,10 +13,10 @@ from torch import nn
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.tensors.dtensor import user_class
 
-Classes: TypeAlias = type[nn.Module] | Collection[type[nn.Module]] | Callable[[nn.Module], bool]
+Classes: TypeAlias = type[nn.Module] | Collection[type[nn.Module]] | Callable[..., bool]
 Policy: TypeAlias = Literal["blocks"] | Classes
-"""A class, several classes, or a function that returns True for the modules that are selected; or "blocks": those of
-`blocks_of`."""
+"""A class, several classes, or a function that returns True for the modules that are selected: `(module)`, or torch's
+`(module, recurse, nonwrapped_numel)`; or "blocks": those of `blocks_of`."""
 
 
 def check_policy(policy: object, option: str) -> None:
@@ -35,13 +37,17 @@ def check_policy(policy: object, option: str) -> None:
 def matching(module: nn.Module, policy: Policy | None, option: str) -> list[nn.Module]:
     """The submodules that the policy selects, `module` itself included, outer before inner. None selects none.
 
-    Raises: ValueError: it selects none; "blocks" may. TypeError: the policy has another type.
+    Raises: ValueError: it selects none; "blocks" and functions of torch's form may. TypeError: it has another type.
     """
     if policy is None:
         return []
     check_policy(policy, option)
     if isinstance(policy, str):
         return blocks_of(module)
+    if not isinstance(policy, type | Collection) and "recurse" in inspect.signature(policy).parameters:
+        wrapped: set[nn.Module] = set()
+        _wrap(module, policy, wrapped)
+        return [part for part in module.modules() if part in wrapped]
     chosen = [part for part in module.modules() if _selects(policy, part)]
     if not chosen:
         classes = sorted({type(part).__name__ for part in module.modules()})
@@ -101,6 +107,18 @@ def _is_single_layer(part: nn.Module) -> bool:
 def num_bytes(parts: Iterable[nn.Module]) -> int:
     """The size of all their parameters."""
     return sum(parameter.nbytes for part in parts for parameter in part.parameters())
+
+
+def _wrap(part: nn.Module, policy: Callable[..., bool], wrapped: set[nn.Module]) -> int:
+    """Add what a function of torch's form wraps, inner modules first; returns the elements of the parameters in it."""
+    total = sum(parameter.numel() for parameter in part.parameters())
+    if part in wrapped or not policy(module=part, recurse=True, nonwrapped_numel=total):
+        return total if part in wrapped else 0
+    inner = sum(_wrap(child, policy, wrapped) for child in part.children())
+    if not policy(module=part, recurse=False, nonwrapped_numel=total - inner):
+        return inner
+    wrapped.add(part)
+    return total
 
 
 def _selects(policy: Classes, part: nn.Module) -> bool:

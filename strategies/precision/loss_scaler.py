@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class LossScaler:
         self._good_steps = 0
         self._stepped = False
         self._overflowed = False
-        self._known: dict[Optimizer, _Gradients] = {}
+        self._known: WeakKeyDictionary[Optimizer, _Gradients] = WeakKeyDictionary()
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
         """Make `optimizer.step()` unscale its gradients, or skip; `optimizer.step_was_skipped` shows which it did.
@@ -92,17 +93,23 @@ class LossScaler:
         for optimizer, gradients in self._known.items():
             self._rescale(optimizer, gradients, 1.0)
 
-    def unscale(self, optimizer: Optimizer, *, is_finite: bool = False) -> bool:
-        """Unscale the gradients of `optimizer`; returns whether they are finite. Calling it again does nothing.
+    def unscale(self, *optimizers: Optimizer, is_finite: bool = False) -> bool:
+        """Unscale the gradients of optimizers; returns whether they are finite. Calling it again does nothing.
 
-        `is_finite`: whether they are known to be, on all ranks; otherwise it waits for the device.
+        If those of one are not, all are to skip their steps. `is_finite`: whether they are known to be, on all ranks;
+        otherwise it waits for the device.
         """
-        gradients = self._known[optimizer]
-        if not gradients.is_checked:
-            gradients.is_checked = True
-            self._rescale(optimizer, gradients, 1.0)
-            gradients.overflowed = not is_finite and self._decide(not all_finite(self._gradients_of(optimizer)))
-        return not gradients.overflowed
+        overflowed = False
+        for optimizer in optimizers:
+            gradients = self._known[optimizer]
+            if not gradients.is_checked:
+                gradients.is_checked = True
+                self._rescale(optimizer, gradients, 1.0)
+                gradients.overflowed = not is_finite and self._decide(not all_finite(self._gradients_of(optimizer)))
+            overflowed |= gradients.overflowed
+        for optimizer in optimizers:
+            self._known[optimizer].overflowed = overflowed
+        return not overflowed
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run."""

@@ -10,9 +10,10 @@ none of this, for one all-gather more in each backward, of what the root alone h
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -70,3 +71,25 @@ def _then(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callabl
 
     leave_uncompiled(changed)
     return changed
+
+
+@final
+class FirstGather:
+    """Looks at the first forward of each of the units; then nothing of it is left."""
+
+    def __init__(self, units: Iterable[Any]) -> None:
+        self._hooks = {unit: unit.register_forward_pre_hook(Hook(self.before_forward), prepend=True) for unit in units}
+
+    def before_forward(self, unit: Any, *_: Any) -> None:
+        """Gather the unit outside of inference mode, if this is its first forward, and within that."""
+        if unit in self._hooks:
+            self._hooks.pop(unit).remove()
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):
+                    unit.unshard()
+                    unit.reshard()
+
+    def release(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks.values():
+            hook.remove()

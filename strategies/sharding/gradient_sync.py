@@ -9,15 +9,15 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.gradients.averaging import MeshAveraging
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.gradients.sync import INPUTS_OF_SHARDS, Finish, GradientSync, all_of
-from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
-from fabric.strategies.sharding.first_gather import FirstGather
+from fabric.strategies.sharding.fully_sharded import FirstGather
 from fabric.strategies.sharding.layout import fsdp_modules
+from fabric.strategies.sharding.mesh_averaging import MeshAveraging
 from fabric.strategies.sharding.reductions import Reductions
 from fabric.strategies.tensors.dtensor import local_part, user_class
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from torch import nn
 
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.module.parameter_rebinding import parameters_by_name
 from fabric.strategies.sharding.mesh import axes_of, degree
 from fabric.strategies.tensors.dtensor import as_sharded, user_class
+from fabric.strategies.tensors.parameters import parameters_by_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,6 +14,9 @@ from fabric.strategies.tensors.packing import INTEGERS
 from fabric.strategies.tensors.wrapped import is_wrapped, plain_tensors
 
 _CHUNK = 2**20
+_PIECE = 2**14
+"""What is read at once on the CPU. Of larger pieces, glibc's allocator makes holes in its heap, and the gradients that
+were there get new memory: a model of 46M weights took 177 MiB more. On an accelerator, fewer kernels are faster."""
 _FACTOR = 0x5851F42D4C957F2D
 
 
@@ -22,7 +25,8 @@ def digest_of(tensor: Tensor) -> Tensor | None:
     """A 64-bit digest of this rank's part of the tensor, on its device: int64, no dimensions. The same on all devices.
 
     None where there are no bits to read: on the meta device, or in a class of its own; of a quantised weight, that of
-    its plain tensors. Cost: reads the tensor once; needs memory for a few million numbers.
+    its plain tensors. Cost: reads the tensor once; holds 0.4 MB more on the CPU, 32 MB on an accelerator, and a copy of
+    a tensor that is not contiguous.
     """
     tensor = local_part(tensor).detach()
     if is_wrapped(tensor):
@@ -39,10 +43,13 @@ def digest_of(tensor: Tensor) -> Tensor | None:
         whole = (head.clone() if head.storage_offset() * size % 8 else head).view(torch.int64)
         parts = [*torch.split(whole, _CHUNK), *parts]
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    all_places = _places(flat.device)
     for part in parts:
-        bits = part.to(torch.int64)
-        bits = bits ^ (bits >> 29)  # a product alone would lose what differs in the highest bits
-        total = total * _FACTOR + (bits * _places(flat.device)[: bits.numel()]).sum()
+        total *= _FACTOR
+        for piece, places in zip(torch.split(part, len(all_places[0])), all_places, strict=False):
+            bits = piece.to(torch.int64)
+            bits = bits ^ (bits >> 29)  # a product alone would lose what differs in the highest bits
+            total += bits.mul_(places[: bits.numel()]).sum()
     words_of = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8).digest()
     return total ^ int.from_bytes(words_of, "little", signed=True)
 
@@ -69,7 +76,7 @@ def _then(total: Tensor | None, digest: Tensor | None) -> Tensor | None:
 
 
 @functools.lru_cache(maxsize=2)
-def _places(device: torch.device) -> Tensor:
-    """An odd number for each place in a chunk."""
+def _places(device: torch.device) -> tuple[Tensor, ...]:
+    """An odd number for each place in a chunk, in the pieces that are read at once."""
     places = torch.arange(1, _CHUNK + 1, device=device) * -0x61C8864680B583EB
-    return (places ^ (places >> 32)) | 1
+    return torch.split((places ^ (places >> 32)) | 1, _PIECE if device.type == "cpu" else _CHUNK)

@@ -42,7 +42,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def user_class(module: nn.Module) -> type[nn.Module]:
-    """The user's class of a module, of which `fully_shard` makes a subclass with a new name."""
+    """The user's class of a module: `fully_shard` replaces a module's class by a subclass with a new name."""
     return next(each for each in type(module).__mro__ if not each.__module__.startswith(_FSDP))
 
 
@@ -70,7 +70,7 @@ def gathered_weight(parameter: Tensor) -> Tensor:
         return parameter
     mesh = sharded.device_mesh
     copy = put_together(cast("DTensor", on_mesh(sharded, mesh)), sums_gradients=True)
-    if copy.requires_grad:  # equal along an axis of tensor parallelism, where the mean of all is that of each
+    if copy.requires_grad:  # equal along an axis of tensor parallelism, where the mean of all is the gradient of each
         copy.register_hook(lambda gradient: gradient / mesh.size())  # type: ignore[no-untyped-call]
     return copy
 

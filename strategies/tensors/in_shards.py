@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fabric.strategies.tensors.nests import tensors_in
 
@@ -32,7 +32,7 @@ class InShards(Tensor):
         made.is_zeroed, made.why = False, why
         return made
 
-    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+    __torch_function__: ClassVar[Any] = nn.Parameter.__torch_function__
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

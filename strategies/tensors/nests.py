@@ -128,3 +128,16 @@ def _replaced(like: Any, names: list[str], values: list[Any]) -> Any:
     for name, value in zip(names, values, strict=True):
         object.__setattr__(duplicate, name, value)  # also if it is frozen
     return duplicate
+
+
+def goes_through(loss: Tensor, name: str) -> bool:
+    """Whether a function of autograd whose name begins so is among those that computed the loss."""
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            if node.name().startswith(name):
+                return True
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return False

@@ -19,6 +19,12 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by all their names in the state dict, without the prefix of torch's `checkpoint_wrapper`."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name.replace("_checkpoint_wrapped_module.", ""): parameter for name, parameter in named}
+
+
 def own_tensors(unit: nn.Module, units: set[nn.Module]) -> list[Tensor]:
     """The parameters and buffers of a unit that are not in an inner unit, each once."""
     found = {

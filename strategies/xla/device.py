@@ -18,8 +18,8 @@ from fabric.strategies.checkpoint.state import PlainState, StateAccess
 from fabric.strategies.data.transfer import move
 from fabric.strategies.gradients.clipping import move_state
 from fabric.strategies.module.copies import Hook
-from fabric.strategies.module.prepare import attach_scaler
 from fabric.strategies.precision.forward_precision import cast_module
+from fabric.strategies.prepare import attach_scaler
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.parameters import parameters_of
@@ -172,15 +172,6 @@ def seed_device() -> None:
 
     if runtime_is_initialized():
         torch_xla.manual_seed(torch.initial_seed() % 2**63)
-
-
-def device_rng() -> tuple[Callable[[], Any], Callable[[Any], object], Callable[[int], object]]:
-    """Functions that read, write and seed the random state of this rank's device."""
-    import torch_xla
-    import torch_xla.core.xla_model
-
-    model = torch_xla.core.xla_model
-    return model.get_rng_state, model.set_rng_state, torch_xla.manual_seed
 
 
 def marked_batches(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:

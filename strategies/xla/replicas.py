@@ -18,8 +18,8 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.collectives.single import SingleDeviceCollective
-from fabric.strategies.module.prepare import replica
 from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepare import replica
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.target import Target

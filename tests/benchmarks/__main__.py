@@ -1,7 +1,7 @@
 """`make bench`: one table of ratios against raw PyTorch and, where installed, against what people use today.
 
 `BENCH_ARGS='sharded memory'` chooses parts of it: imports, programs, launches, many_ranks, process, ranks, numbers,
-sharded, memory, checkpoints.
+sharded, memory, peaks, checkpoints.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from checkpoints import checkpoints
 from in_process import one_process, one_rank, two_ranks
 from numbers_cost import numbers
+from peaks import peaks
 from rich.console import Console
 from rich.table import Table
 from sharded import memory, steps
@@ -44,6 +45,7 @@ PARTS = {
     "numbers": exact_numbers,
     "sharded": steps,
     "memory": memory,
+    "peaks": peaks,
     "checkpoints": checkpoints,
 }
 

@@ -13,7 +13,7 @@ from fabric import Fabric
 from fabric.strategies import DDPStrategy, Strategy
 
 REFUSED = ("schedule_free",)
-"""In `setup`, where ranks have the state of a part: `tests/strategies/gradients/test_optimizer_modes.py`."""
+"""In `setup`, where ranks have the state of a part: `tests/strategies/optimizers/test_optimizer_modes.py`."""
 
 pytestmark = [
     pytest.mark.slow,

@@ -149,7 +149,7 @@ def clip_over_ranks(fabric: Fabric) -> None:
     weight.grad = torch.full_like(weight, 3.0 + fabric.global_rank)
     optimizer = SGD([weight], lr=0.1)
     with counting() as waits:
-        norm = clip_norm(optimizer, 1.0, 2.0, False, None, across=fabric.collective)
+        norm = clip_norm([optimizer], 1.0, 2.0, False, None, across=fabric.collective)
     assert waits.total == 0, waits.lines
     assert norm.item() == 5
     torch.testing.assert_close(weight.grad.item(), (3 + fabric.global_rank) / 5)

@@ -82,6 +82,22 @@ def test_launch_without_a_function_runs_the_script_again_where_a_fork_could_not_
     assert found(done.stdout) == {"index": [0, 1], "physical": [0, 1], "forked": [1, 1]}, done.stderr
 
 
+@pytest.mark.parametrize(("launcher", "forked"), [("fork", True), ("auto", False)])
+def test_ranks_on_the_cpu_fork_after_a_device_was_used_where_it_was_asked_for(
+    launcher: str, forked: bool, tmp_path: Path
+) -> None:
+    """They lose what they use of a device without training on it, pinned memory: `auto` runs the script again."""
+    end = f"""torch.cuda.is_available()
+fabric = Fabric(accelerator='cpu', strategy='ddp', devices=2, launcher='{launcher}')
+started = os.getpid()
+fabric.launch()
+pinned = {not forked}
+sum(batch.sum().item() for batch in fabric.setup_dataloaders(DataLoader(torch.ones(8, 2), pin_memory=pinned)))
+print('forked', started != os.getpid(), int(fabric.all_reduce(1, reduce_op='sum')))"""
+    done = run(launching(tmp_path, end))
+    assert done.stdout == f"forked {forked} 2\n" * 2, done.stderr
+
+
 @pytest.mark.parametrize("launch", ["launch()", "launch(work)"])
 def test_a_fork_that_was_asked_for_and_could_not_use_the_devices_is_refused(launch: str, tmp_path: Path) -> None:
     end = f"torch.cuda.is_available()\nFabric(accelerator='cuda', devices=2, launcher='fork').{launch}"

@@ -18,7 +18,8 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
-from fabric import Fabric
+import fabric as fabric_package
+from fabric import Fabric, strategies
 from fabric.strategies.collectives.collective import CollectiveError
 
 
@@ -292,6 +293,11 @@ def test_setting_up_no_loader_or_no_optimizer_is_an_error(fabric: Fabric) -> Non
 def test_an_unknown_reduction_is_an_error(fabric: Fabric) -> None:
     with pytest.raises(ValueError, match="'avg'"):
         fabric.all_reduce(torch.ones(1), reduce_op="avg")  # type: ignore[arg-type]
+
+
+def test_names_that_are_imported_at_their_first_use_are_listed_for_completion() -> None:
+    for package in (fabric_package, strategies):
+        assert {*package.__all__} <= {*dir(package)}
 
 
 # Several models and optimizers

@@ -844,7 +844,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
 
 NOT_FOUND: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fsdp", "model_parallel"), ("weights assigned through .data",)),
-    "ddp_fully_sharded": ("weights changed in forward", "rows of weights changed in place"),
+    "ddp_fully_sharded": ("rows of weights changed in place",),
     "deepspeed_stage_3": (
         "weights changed in forward",
         "weights changed in place",
@@ -872,7 +872,10 @@ SENTENCES = {
         ((name, "evaluation mode on rank 0") for name in ("ddp", "fsdp", "manual", "ddp_sharded", "deepspeed_stage_2")),
         "(1 of 1 on rank 1, 0 of 1 on rank 0). It is the first comparison. Call `model.train()` and `model.eval()`",
     ),
-    ("fsdp", "weights changed in forward"): "ended with values of `key.0.weight` that its parameter does not have",
+    **dict.fromkeys(
+        ((name, "weights changed in forward") for name in ("fsdp", "ddp_fully_sharded")),
+        "ended with values of `key.0.weight` that its parameter does not have",
+    ),
     ("fsdp", "parameter replaced after setup"): "ended with values of `2.weight` that its parameter does not have",
     ("fsdp", "hooks after setup"): "has a hook by `register_hook`, which runs in no backward",
     ("model_parallel", "functional_call with other weights"): "ended with values of `",

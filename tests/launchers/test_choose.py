@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import unittest
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,40 @@ def test_an_argument_that_has_no_effect_is_an_error(word: str, words: str) -> No
     with pytest.raises(ValueError, match=r".") as caught:
         choose_launcher(word, TWO, function=None, world=None).enter()
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["auto", "script", "fork", "elastic"])
+def test_lines_whose_caller_would_go_on_in_every_rank_are_refused_before_anything_starts(word: str) -> None:
+    caught = []
+
+    def enter() -> None:
+        try:
+            choose_launcher(word, TWO, function=None, world=None)
+        except ValueError as error:
+            caught.append(str(error))
+
+    enter()
+    unittest.TextTestRunner().run(unittest.FunctionTestCase(enter))
+    thread = threading.Thread(target=enter, name="mine")
+    thread.start()
+    thread.join()
+    callers = ("pytest", "unittest", "the thread 'mine'")
+    assert [words.partition(":")[0] for words in caught] == [f"`launch()` in {caller}" for caller in callers]
+    assert all("Pass what they do as a function: `launch(function)`." in words for words in caught)
+
+
+def test_a_fork_in_another_thread_is_refused_with_the_name_of_that_thread() -> None:
+    caught = []
+
+    def launch() -> None:
+        with pytest.raises(ValueError, match=r".") as found:
+            choose_launcher("fork", TWO, function=function, world=None)
+        caught.append(str(found.value))
+
+    thread = threading.Thread(target=launch, name="mine")
+    thread.start()
+    thread.join()
+    assert "this process has started the thread 'mine', and a fork copies it alone. Call `launch` before" in caught[0]
 
 
 LINES = """
@@ -345,6 +381,41 @@ def test_a_child_process_of_a_rank_is_no_rank(
     assert done.returncode == 0, done.stderr
     words = [f"child {rank} of {size} {float(size)}" for rank in range(size)] * 2
     assert sorted(done.stdout.splitlines()) == sorted(words if way == "program" else [])
+
+
+POOL = """
+import multiprocessing, sys
+from concurrent.futures import ProcessPoolExecutor
+from fabric import Fabric
+
+def work(fabric, number):
+    return int(fabric.all_reduce(number, reduce_op="sum"))
+
+def trial(launcher, way):
+    fabric = Fabric(accelerator="cpu", devices=2, launcher=launcher)
+    if way == "function":
+        return fabric.launch(work, 3)
+    if way == "lambda":
+        return fabric.launch(lambda fabric, number: work(fabric, number), 3)
+    try:
+        fabric.launch()
+    except ValueError as error:
+        return str(error)
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for launcher, way in (("auto", "function"), ("auto", "lambda"), ("fork", "function"), ("auto", "lines")):
+            print(pool.submit(trial, launcher, way).result())
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_of_a_process_pool_launches_functions_of_its_script_and_is_refused_lines(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(POOL)
+    done = run([tmp_path / "program.py"])
+    *results, refused = done.stdout.splitlines()
+    assert results == ["6"] * 3, done.stderr
+    assert refused.startswith("`launch()` in concurrent.futures: ")
 
 
 MOVED = """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fabric.lightning.utilities.rank_zero import rank_zero_only
-from fabric.output.loggers.directory import next_version
+from fabric.output.loggers.logger import next_version
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from fabric.lightning.loggers.logger import FolderLogger, prefixed, rank_zero_experiment, settings
 from fabric.lightning.utilities.rank_zero import rank_zero_only
-from fabric.output.loggers.tensorboard import check_installed
+from fabric.output.loggers.tensorboard import check_installed, write_hyperparams
 
 
 @final
@@ -58,13 +58,9 @@ class TensorBoardLogger(FolderLogger):
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None, **kwargs: Any) -> None:
         """Write the tab "HPARAMS": hyperparameters, and the metrics that are compared over them."""
-        from torch.utils.tensorboard.summary import hparams
-
         compared = metrics if isinstance(metrics, dict) else {"hp_metric": -1 if metrics is None else metrics}
         compared = compared if metrics is not None or self._default_hp_metric else {}
-        plain = {name: value if isinstance(value, (bool, int, float)) else str(value) for name, value in _flat(params)}
-        for summary in hparams(plain, compared):  # type: ignore[no-untyped-call]
-            self.experiment.file_writer.add_summary(summary)
+        write_hyperparams(self.experiment, settings(params), compared)
         if compared:
             self.log_metrics(compared, 0 if step is None else step)
 
@@ -86,10 +82,3 @@ class TensorBoardLogger(FolderLogger):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_writer": None}
-
-
-def _flat(params: Any, before: str = "") -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
-    for name, value in settings(params).items():
-        rows += _flat(value, f"{before}{name}/") if isinstance(value, dict) else [(f"{before}{name}", value)]
-    return rows

@@ -14,7 +14,8 @@ class FSDPStrategy(ParallelStrategy):
     """Every rank holds a shard of parameters, gradients and optimizer state.
 
     `sharding_strategy`: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (a replica on each node, or
-    `device_mesh=(replicas, shards)`), as strings or torch's enum. `state_dict_type`: "full".
+    `device_mesh=(replicas, shards)`), as strings or torch's enum. `state_dict_type`: "full", or "sharded", by which
+    `fabric.save` writes a folder with the shards of each rank.
     Raises: UnsupportedError: an option or a value without a counterpart in FSDP2.
     """
 
@@ -54,15 +55,16 @@ class FSDPStrategy(ParallelStrategy):
                 "`activation_checkpointing` and `activation_checkpointing_policy` set the same option. Leave the first "
                 "out."
             )
-        _check_state_dict_type(state_dict_type)
+        if state_dict_type not in (None, "full", "sharded"):
+            raise ValueError(f"`FSDPStrategy(state_dict_type={state_dict_type!r})`: write 'full', or 'sharded'.")
+        self.saves_shards = state_dict_type == "sharded"
         _check_options(kwargs)
-        recomputed = activation_checkpointing if activation_checkpointing is not None else None
         self._core = CoreFSDP(
             **options,
             **_sharding(sharding_strategy, device_mesh),
-            auto_wrap_policy=_policy(auto_wrap_policy),
-            activation_checkpointing_policy=_policy(
-                activation_checkpointing_policy if recomputed is None else recomputed
+            auto_wrap_policy=auto_wrap_policy,
+            activation_checkpointing_policy=(
+                activation_checkpointing_policy if activation_checkpointing is None else activation_checkpointing
             ),
             cpu_offload=_offload(cpu_offload),
         )
@@ -108,18 +110,6 @@ def _sharding(word: Any, mesh: Any) -> dict[str, Any]:
     return {**options, "device_mesh": mesh}
 
 
-def _check_state_dict_type(word: str | None) -> None:
-    if word == "sharded":
-        raise unsupported(
-            "FSDPStrategy(state_dict_type='sharded')",
-            "Leave it out, or write 'full': `fabric.save` writes one file with unsharded tensors, which every strategy "
-            "loads with any number of ranks. For sharded files call `torch.distributed.checkpoint` on "
-            "`model.state_dict()`.",
-        )
-    if word not in (None, "full"):
-        raise ValueError(f"`FSDPStrategy(state_dict_type={word!r})`: write 'full', or leave it out.")
-
-
 def _check_options(options: dict[str, Any]) -> None:
     unknown("FSDPStrategy", options, {**_FIXED, "backward_prefetch": None})
     for name, value in options.items():
@@ -134,21 +124,3 @@ def _check_options(options: dict[str, Any]) -> None:
 
 def _offload(value: Any) -> bool:
     return bool(value) if value is None or isinstance(value, bool) else bool(value.offload_params)
-
-
-def _policy(policy: Any) -> Any:
-    """The core's policy: classes, also of torch's `ModuleWrapPolicy` and `transformer_auto_wrap_policy`."""
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
-
-    if isinstance(policy, ModuleWrapPolicy):
-        return policy._module_classes
-    function, words = getattr(policy, "func", None), getattr(policy, "keywords", {})
-    if function is transformer_auto_wrap_policy and set(words) == {"transformer_layer_cls"}:
-        return words["transformer_layer_cls"]
-    if policy is None or isinstance(policy, (type, set, frozenset, list, tuple)):
-        return policy
-    raise unsupported(
-        f"auto_wrap_policy={policy!r}",
-        "Write the classes of the submodules, `auto_wrap_policy={Block}`. For a function `(module) -> bool`, pass "
-        "`fabric.strategies.FSDPStrategy` to `Fabric(strategy=...)`.",
-    )

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from torch import nn
 
 from fabric.lightning.strategies.parallel import ParallelStrategy, processes
-from fabric.lightning.unsupported import unsupported
 from fabric.strategies.model_parallel.strategy import ModelParallelStrategy as CoreModelParallel
 from fabric.strategies.strategy import Strategy as CoreStrategy
 
@@ -22,7 +21,7 @@ class ModelParallelStrategy(ParallelStrategy):
     """A mesh of two axes, over which `parallelize_fn(model, mesh)` parallelises the model.
 
     A size may be "auto". Both: `data_parallel` is the number of nodes, `tensor_parallel` that of devices per node. One:
-    the remaining ranks.
+    the remaining ranks. `save_distributed_checkpoint`: `fabric.save` writes a folder with the shards of each rank.
     """
 
     def __init__(
@@ -34,12 +33,7 @@ class ModelParallelStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        if save_distributed_checkpoint:
-            raise unsupported(
-                "ModelParallelStrategy(save_distributed_checkpoint=True)",
-                "Leave it out: `fabric.save` writes one file with whole tensors, which every strategy and number of "
-                "ranks loads.",
-            )
+        self.saves_shards = bool(save_distributed_checkpoint)
         self._options = {
             **processes("ModelParallelStrategy", process_group_backend, timeout),
             "parallelize_fn": _WithNames(parallelize_fn),

@@ -28,6 +28,8 @@ class Strategy:
 
     _core: CoreStrategy
     _fabric: CoreFabric | None = None
+    saves_shards = False
+    """Whether `fabric.save` writes a folder with the shards of each rank, not one file."""
 
     def core(self, num_nodes: int) -> CoreStrategy:
         """The core's strategy, for this number of nodes."""

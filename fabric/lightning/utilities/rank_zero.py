@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,7 +17,8 @@ from fabric.launchers.environments import detect_world
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_log = logging.getLogger("fabric")
+_log = logging.getLogger("fabric.lightning")
+_log.setLevel(logging.INFO)  # as that library's
 
 
 class _RankZeroOnly:
@@ -52,8 +54,11 @@ def rank_zero_debug(message: object, **kwargs: Any) -> None:
 
 @rank_zero_only
 def rank_zero_info(message: object, **kwargs: Any) -> None:
-    """Log by the standard logger `fabric`."""
-    _log.info(message, **kwargs)
+    """Log by the standard logger `fabric.lightning`, whose level is INFO; without a handler, print to stderr."""
+    if _log.hasHandlers():
+        _log.info(message, **kwargs)
+    elif _log.isEnabledFor(logging.INFO):  # Python itself prints warnings alone
+        print(message, file=sys.stderr)
 
 
 @rank_zero_only

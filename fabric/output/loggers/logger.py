@@ -6,7 +6,9 @@ Fabric calls it on rank zero only, with numbers. Lightning's loggers, Comet's ex
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -31,3 +33,37 @@ def metric_writer(logger: object) -> Callable[..., Any]:
         f"`loggers` holds {logger!r}, a `{type(logger).__name__}`. A logger has `log_metrics(metrics, step=None)` or "
         "`log(metrics, step=None)`, and it has neither. Write one of them: the metrics are a dict of numbers by name."
     )
+
+
+def report_open_run(modules: Mapping[str, Any]) -> None:
+    """Say, in the process that starts the ranks, that a run of Weights & Biases is open. `modules`: those imported."""
+    if getattr(modules.get("wandb"), "run", None) is not None:
+        logging.getLogger("fabric").warning(
+            "`wandb.init()` ran before `fabric.launch()`, in a process that is no rank, and ranks that run the script "
+            "again open a run each. Open one, on rank zero, after it: `if fabric.is_global_zero: "
+            "fabric.loggers.append(wandb.init(...))`."
+        )
+
+
+def make_run_directory(root: Path, name: str, version: int | str | None) -> Path:
+    """Create the directory of a run. `version=None` takes the next free number; simultaneous runs get one each.
+
+    Raises: FileExistsError: the version was given, and exists.
+    """
+    above = root / name
+    while True:
+        number = next_version(above) if version is None else version
+        directory = above / (f"version_{number}" if isinstance(number, int) else number)
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:
+            if version is not None:
+                raise
+        else:
+            return directory
+
+
+def next_version(above: Path) -> int:
+    """The number after the greatest of the directories `version_N` in `above`; 0 where there is none."""
+    numbers = [path.name.removeprefix("version_") for path in above.glob("version_*")]
+    return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1

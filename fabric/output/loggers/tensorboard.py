@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from fabric.output.loggers.directory import make_run_directory
+from fabric.output.loggers.logger import make_run_directory
 
 
 @final
@@ -41,10 +41,9 @@ class TensorBoardLogger:
         writer.flush()
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write the hyperparameters, which TensorBoard shows as the text `hyperparameters`."""
-        rows = "".join(f"| {name} | {value} |\n" for name, value in params.items())
+        """Write the hyperparameters to the tab "HPARAMS". In nested dictionaries their names are joined by "/"."""
         writer = self._open()
-        writer.add_text("hyperparameters", f"| name | value |\n| --- | --- |\n{rows}")
+        write_hyperparams(writer, params, {})
         writer.flush()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -58,6 +57,21 @@ class TensorBoardLogger:
             self._process_id = os.getpid()
             weakref.finalize(self, _close, self._writer, self._process_id)
         return self._writer
+
+
+def write_hyperparams(writer: Any, params: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+    """Write the tab "HPARAMS" of a run: hyperparameters, and the metrics that are compared over them; all, if none."""
+    from torch.utils.tensorboard.summary import hparams
+
+    plain = {name: value if isinstance(value, (bool, int, float)) else str(value) for name, value in _flat(params)}
+    experiment, *session = hparams(plain, metrics)  # type: ignore[no-untyped-call]
+    for summary in (experiment, *session) if metrics else session:
+        writer.file_writer.add_summary(summary)
+
+
+def _flat(params: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in params.items():
+        yield from _flat(value, f"{before}{name}/") if isinstance(value, Mapping) else [(f"{before}{name}", value)]
 
 
 def check_installed() -> None:

@@ -80,7 +80,7 @@ class Stages:
         """The shapes of the last batch, and torch's schedule for them: for training, and for evaluation."""
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward of the user's model; `function`: its original forward, of which only the signature is used."""
+        """The forward of the user's model. Of `function`, its original forward, the signature alone is used."""
         batch = _read(function, args, kwargs)
         if casts(self.runtime.precision):
             batch = _Batch(*cast_inputs(self.runtime.precision, (batch.args, batch.kwargs, batch.target)))
@@ -89,9 +89,9 @@ class Stages:
             self._refuse_untrainable(batch)
         for stage in self.stages:
             stage.copy_mode()
-        schedule = self._schedule_for(batch, trains=trains)
+        schedule, is_new = self._schedule_for(batch, trains=trains)
         with self.runtime.new_tensors:
-            output = self._train(schedule, batch) if trains else self._evaluate(schedule, batch)
+            output = self._train(schedule, batch, is_new=is_new) if trains else self._evaluate(schedule, batch)
         if self.runtime.precision.output_dtype is None:
             return output
         return replace_tensors(output, partial(cast_output, self.runtime.precision))
@@ -109,12 +109,12 @@ class Stages:
         with autocast(self.runtime.precision, self.runtime.device):
             return map_only_tensors(Tensor.contiguous, function(*args, **kwargs))
 
-    def _train(self, schedule: Any, batch: _Batch) -> Tensor:
+    def _train(self, schedule: Any, batch: _Batch, *, is_new: bool) -> Tensor:
         scaler = self.runtime.loss_scaler
         scale = 1.0 if scaler is None else scaler.scale  # small half-precision gradients must not underflow within
         self.factor = scale / (self.options.num_microbatches if self.options.loss_reduction == "mean" else 1)
         losses: list[Tensor] = []
-        with _without_gradients(self.parameters), _unchanged_buffers(self.stages):
+        with _without_gradients(self.parameters), _unchanged_buffers(self.stages, infers_shapes=is_new):
             self._run(schedule, batch, losses)
             gradients = [parameter.grad for parameter in self.parameters]
         total = torch.stack(losses).detach().sum() / scale if self.holds_last else None
@@ -136,8 +136,12 @@ class Stages:
             part.reshard()
         return outputs
 
-    def _schedule_for(self, batch: _Batch, *, trains: bool) -> Any:
-        """A schedule receives into buffers of fixed shapes: that of the last call, or a new one if shapes changed."""
+    def _schedule_for(self, batch: _Batch, *, trains: bool) -> tuple[Any, bool]:
+        """A schedule receives into buffers of fixed shapes. The schedule of the last call, or a new one if shapes have
+        changed.
+
+        Also returns whether it is new: its first step infers the shapes.
+        """
         tensors = batch.tensors()
         specs = [Spec.of(tensor) for tensor in tensors]
         is_new = trains not in self._built or self._built[trains][0] != specs
@@ -146,7 +150,7 @@ class Stages:
             self._built.pop(trains, None)  # frees its buffers before new ones are allocated
             count = _num_microbatches(tensors, self.options.num_microbatches, divides=trains)
             self._built[trains] = specs, self._build(count, trains=trains)
-        return self._built[trains][1]
+        return self._built[trains][1], is_new
 
     def _agree(self, tensors: Sequence[Tensor], *, trains: bool, with_content: bool) -> None:
         """Raise CollectiveError if ranks call the model differently: gloo aborts the process on unexpected shapes."""
@@ -237,16 +241,21 @@ def _without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _unchanged_buffers(stages: Sequence[Stage]) -> Iterator[None]:
-    """Raise RuntimeError if a buffer changes within the context: by micro-batches, not by the batch."""
+def _unchanged_buffers(stages: Sequence[Stage], *, infers_shapes: bool) -> Iterator[None]:
+    """Raise RuntimeError if a buffer changes within the context: by micro-batches, not by the batch.
+
+    `infers_shapes`: torch 2.14 writes the values of all buffers back after it has inferred shapes, so the values are
+    compared where they were written to.
+    """
     before = [
-        (stage.module, name, buffer, buffer._version)
+        (stage.module, name, buffer, buffer._version, digest_of_all([buffer]) if infers_shapes else None)
         for stage in stages
         for name, buffer in stage.module.named_buffers()
     ]
     yield
-    for module, name, buffer, version in before:
-        if module.get_buffer(name) is not buffer or buffer._version != version:
+    for module, name, buffer, version, digest in before:
+        is_written = buffer._version != version and (not infers_shapes or digest_of_all([buffer]) != digest)
+        if is_written or module.get_buffer(name) is not buffer:
             raise RuntimeError(
                 f"The buffer `{name}` changed in forward. Within a pipeline forward runs once for each micro-batch, "
                 "and once more to infer shapes, so its value differs from that after one forward of the whole batch. "

@@ -15,26 +15,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.gradients.averaging import MeshAveraging
 from fabric.strategies.gradients.clipping import clip_norm
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.schedule import Stages
 from fabric.strategies.model_parallel.pipeline.split import assign, drop_other_stages, split_model
 from fabric.strategies.model_parallel.pipeline.state import PipelineState, WholeModel
-from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.copies import IN_STAGES, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
-from fabric.strategies.module.parameter_rebinding import rebinding
-from fabric.strategies.module.prepare import place, prepared
+from fabric.strategies.optimizers.owners import refuse_owners
+from fabric.strategies.optimizers.rebinding import rebinding
+from fabric.strategies.prepare import place, prepared
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.mesh import along
-from fabric.strategies.sharding.owners import refuse_owners
+from fabric.strategies.sharding.mesh_averaging import MeshAveraging
 from fabric.strategies.sharding.sharded_state import ShardedState
 
 

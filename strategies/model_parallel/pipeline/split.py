@@ -47,7 +47,7 @@ def split_model(model: nn.Module, options: Pipeline) -> list[Stage]:
 
 
 def drop_other_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Set the tensors of the user's model to None that are in none of `stages`, those of this rank."""
+    """Set the tensors of the user's model that are in none of `stages`, the stages of this rank, to None."""
     kept = {name for stage in stages for name, _ in _tensors(stage.module)}
     for name, _ in list(_tensors(model)):
         if name not in kept:
@@ -55,7 +55,7 @@ def drop_other_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
 
 
 def assign(source: nn.Module, target: nn.Module) -> None:
-    """Set the tensors of `target` to those that `source` has under the same names."""
+    """Set the tensors of `target` to the tensors of the same names in `source`."""
     tensors = dict(_tensors(source))
     for name, _ in list(_tensors(target)):
         if name in tensors:

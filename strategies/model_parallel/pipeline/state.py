@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, no_shards, replicated
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.gradients.elementwise import updates_each
+from fabric.strategies.optimizers.elementwise import updates_each
 from fabric.strategies.tensors.packing import Spec
 from fabric.strategies.tensors.parameters import parameters_of
 
@@ -43,7 +43,7 @@ class WholeModel:
         self.groups: dict[Optimizer, _Groups] = {}
 
     def leave(self, optimizers: Sequence[Optimizer]) -> None:
-        """Remove the parameters that the model has no more, those of other ranks' stages, from the optimizers.
+        """Remove the parameters of other ranks' stages, which the model no longer has, from the optimizers.
 
         Raises: ValueError: an optimizer that needs all parameters in one step, such as LBFGS.
         """
@@ -144,7 +144,8 @@ class PipelineState(StateAccess):
         return self.whole.groups[optimizer]
 
     def _pieces(self, mine: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The entries of all ranks of `line`, tensors as `TensorShards`: without values those of other stages."""
+        """The entries of all ranks of `line`, with tensors as `TensorShards`: the tensors of other stages have no
+        values."""
         own = {key: self._piece(value) for key, value in mine.items()}
         whole: dict[Any, Any] = {}
         for described in self.line.all_gather_object({key: _without_values(value) for key, value in own.items()}):

@@ -5,6 +5,8 @@
 
 A program sets nothing. `PRETENDED_DEVICES=2` gives the machine two devices instead of four, and
 `PRETENDED_BYTES=1000000000` each of them so much memory instead of 4 GiB; `CUDA_VISIBLE_DEVICES` means what it means.
+`PRETENDED_DEVICES=0` is a machine without a driver: torch finds no device, and its own kernels and compiler are as
+they are.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import ctypes
 import importlib
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -22,6 +25,8 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).parent
+HAS_DRIVER = os.environ.get("PRETENDED_DEVICES") != "0"
+OF_DRIVER = ("libcuda.so.1", "libnvidia-ml.so.1")
 _kernels: Any = None
 
 
@@ -36,7 +41,7 @@ def listen(listener: Callable[[str, str], object] | None) -> None:
 
 
 class Finder(MetaPathFinder):
-    """Finds torch, once."""
+    """Finds torch, until it is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -45,14 +50,17 @@ class Finder(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
+        sys.meta_path.insert(0, self)  # a program may ask where torch is before it imports it
         assert spec is not None
         assert spec.loader is not None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            sys.meta_path.remove(self)
             load_libraries()
             execute(module)
-            install_kernels(module)
+            if HAS_DRIVER:
+                install_kernels(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -62,6 +70,8 @@ def load_libraries() -> None:
     """Before torch asks for them by name: it gets those that are loaded, whatever else the machine has."""
     others = sorted((HERE / "lib").iterdir(), key=lambda path: not path.name.startswith("libcudart"))
     for path in others:
+        if path.name in OF_DRIVER and not HAS_DRIVER:
+            continue
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 

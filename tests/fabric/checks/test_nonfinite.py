@@ -140,6 +140,7 @@ def test_an_overflow_that_the_loss_scale_made_is_left_to_the_scaler() -> None:
     fabric.backward(model(SAMPLES[:2]).sum() * math.nan)
     with pytest.raises(NonFiniteGradientsError, match=r"step 17 .* The loss was not finite on ranks 0"):
         optimizer.step()
+    fabric.close()
 
 
 def test_a_closure_and_another_word_raise() -> None:
@@ -170,3 +171,60 @@ def test_the_guard_holds_for_optimizers_set_up_before_it_and_ends_on_request_and
     fabric.close()
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
+
+
+def diverge(fabric: Fabric, bad: int, num_steps: int) -> None:
+    """The last rank has one loss that is not finite."""
+    net = nn.Linear(4, 1)
+    model, optimizer = fabric.setup(net, SGD(net.parameters(), 0.1))
+    for step in range(1, num_steps + 1):
+        is_bad = step == bad and fabric.global_rank == fabric.world_size - 1
+        fabric.backward(model(SAMPLES[step % 8 + fabric.global_rank]).sum() * (math.nan if is_bad else 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.close()  # while the model exists
+
+
+END = "At the end of the run the weights of `Linear` are not finite."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bad", "num_steps", "said"),
+    [
+        (4, 10, "The loss was not finite on ranks 1 in step 4 of `SGD`, and finite in step 3 of `SGD`."),
+        (5, 10, "The loss was not finite on ranks 0, 1 in step 8 of `SGD`, and finite in step 4 of `SGD`."),
+        (5, 6, ""),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_said_in_the_first_watched_step_and_at_the_end(
+    bad: int, num_steps: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Fabric(accelerator=ACCELERATOR, devices=2, launcher="forkserver").launch(diverge, bad, num_steps)
+    heard = capfd.readouterr().err
+    assert heard.count(END) == 1
+    assert heard.count("The loss was not finite on") == 2 * bool(said)
+    assert heard.count(said) == 2 or not said
+    assert 'call `fabric.guard_gradients("raise")`' in heard
+
+
+@pytest.mark.parametrize("sanitize", ["start", False])
+def test_one_process_hears_of_weights_that_are_not_finite_at_the_end_unless_it_does_not_want_to(
+    sanitize: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1, sanitize=sanitize)
+    fabric.launch()
+    with caplog.at_level(logging.WARNING, "fabric"):
+        diverge(fabric, 2, 3)
+    assert (END in caplog.text) == (sanitize == "start")
+
+
+def test_a_step_that_the_loss_scaler_or_the_guard_skips_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    for precision, word in (("16-mixed", None), ("32-true", "skip")):
+        fabric = Fabric(accelerator=ACCELERATOR, devices=1, precision=precision)
+        fabric.launch()
+        fabric.guard_gradients(word)  # type: ignore[arg-type]
+        with caplog.at_level(logging.WARNING, "fabric"):
+            diverge(fabric, 2, 3)
+    assert "Skipped a step" in caplog.text
+    assert END not in caplog.text

@@ -206,6 +206,18 @@ def test_weights_that_a_rank_takes_from_its_first_batch_raise(strategy: str) -> 
         fabric.launch(train_act_norm)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", "ddp_fully_sharded", pytest.param("deepspeed_stage_3", marks=pytest.mark.thorough)]
+)
+def test_weights_that_the_first_forward_sets_in_gathered_copies_raise_there(strategy: str) -> None:
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
+    words = r"ended with values of `1\.shift` that its parameter does not have.*run one forward before `fabric.setup`"
+    with pytest.raises(WorkerError, match=words) as raised:
+        fabric.launch(train_act_norm)
+    assert "in train_act_norm\n    fabric.backward(model(" in str(raised.value), "in forward, not after backward"
+
+
 def attached(fabric: Fabric, backward: Callable[[Tensor], Any] | None = None) -> list[int]:
     """The numbers of the steps whose forward runs with the watch attached. `backward`: of the loop."""
     model, optimizer = fabric.setup(*make())

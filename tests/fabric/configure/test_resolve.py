@@ -249,6 +249,11 @@ REFUSED = [
     Row(
         {"devices": 2}, started_by("slurm", 1), error="ask for 2 processes on this node, but slurm started 1 process ("
     ),
+    Row(
+        {"devices": 2},
+        started_by("local", 1),
+        error="no launch by hand is meant, `unset WORLD_SIZE LOCAL_WORLD_SIZE",
+    ),
     Row({"devices": 2}, started_by("slurm", 4, num_nodes=1, cuda=4), error="but slurm started 4 processes"),
     Row({"devices": "all"}, started_by("torchelastic", 2, cuda=4), error="ask for 4 processes on this node"),
     Row({"devices": 3}, started_by("slurm", 4, cuda=1), error="ask for 3 processes on this node, but slurm started 4"),

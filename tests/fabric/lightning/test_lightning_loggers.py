@@ -122,13 +122,6 @@ def test_settings_may_be_a_namespace(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "version_0" / "hyperparameters.json").read_text()) == {"lr": 0.1}
 
 
-def test_the_core_s_tensorboard_takes_settings(tmp_path: Path) -> None:
-    logger = core.TensorBoardLogger(tmp_path)
-    logger.log_hyperparams({"lr": 0.1})
-    (file,) = (tmp_path / "version_0").iterdir()
-    assert b"hyperparameters" in file.read_bytes()
-
-
 def test_every_class_that_takes_metrics_is_a_logger(tmp_path: Path) -> None:
     for logger in (CSVLogger(tmp_path), core.CSVLogger(tmp_path), Recorder()):
         assert isinstance(logger, Logger)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from devices import ACCELERATOR
+from processes import run
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import (
@@ -244,6 +246,34 @@ def test_a_seed_may_be_omitted_and_is_logged_if_verbose(caplog: pytest.LogCaptur
     assert torch.equal(first, torch.rand(3))
     assert seed_everything("7") == 7  # type: ignore[arg-type]
     assert caplog.messages == ["Seed set to 0", "Seed set to 7"]
+
+
+def test_rank_zero_info_is_printed_where_no_handler_is_configured() -> None:
+    program = "from fabric.lightning.utilities import rank_zero_info, seed_everything\n"
+    program += "rank_zero_info('hello'); seed_everything(7)\n"
+    program += "import logging; logging.getLogger('fabric.lightning').setLevel('WARNING'); rank_zero_info('not this')"
+    done = run(["-c", program])
+    assert done.stderr == "hello\nSeed set to 7\n"
+
+
+def test_a_filter_and_a_hook_that_are_no_functions_are_named(fabric: Fabric, tmp_path: Path) -> None:
+    model = fabric.setup(nn.Linear(2, 1))
+    for wrong in ({"model": 5}, ["model"]):
+        with pytest.raises(TypeError, match=r"`filter=.*`: write a function for a name"):
+            fabric.save(tmp_path / "file", {"model": model}, filter=wrong)  # type: ignore[arg-type]
+    with (
+        Fabric(accelerator=ACCELERATOR, devices=1, callbacks=Namespace(on_step=3)) as other,
+        pytest.raises(TypeError, match=r"`Namespace\.on_step` is a `int`, which cannot be called"),
+    ):
+        other.call("on_step")
+
+
+def test_a_model_whose_apply_raises_is_set_up(fabric: Fabric) -> None:
+    class Closed(nn.Linear):
+        def apply(self, fn: Any) -> Any:
+            raise AssertionError
+
+    fabric.setup(nn.Sequential(Closed(2, 1)))
 
 
 def test_other_methods_of_the_core_can_be_called(fabric: Fabric) -> None:

@@ -12,10 +12,12 @@ from processes import run
 PAGE = Path(__file__).parents[3] / "docs" / "from-lightning.md"
 
 PROGRAM = """
-import json, sys
+import json, os, sys
+from functools import partial
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from fabric.lightning import Fabric, seed_everything
 from fabric.lightning.loggers import CSVLogger
 from fabric.lightning.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
@@ -39,10 +41,15 @@ class Hooks:
 STRATEGIES = {
     "single": lambda: "auto",
     "ddp": lambda: DDPStrategy(bucket_cap_mb=1),
-    "fsdp": lambda: FSDPStrategy(auto_wrap_policy={nn.Linear}, state_dict_type="full"),
+    "fsdp": lambda: FSDPStrategy(auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=10)),
+    "sharded": lambda: FSDPStrategy(state_dict_type="sharded"),
     "mesh": lambda: ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1),
     "deepspeed": lambda: DeepSpeedStrategy(stage=2, overlap_comm=False),
 }
+
+
+def to_whole(tensor):
+    return tensor.full_tensor() if "full_tensor" in dir(tensor) else tensor
 
 
 def main(fabric, folder):
@@ -79,7 +86,13 @@ def main(fabric, folder):
     mesh = fabric.strategy.device_mesh
     names = None if mesh is None else mesh.mesh_dim_names
     fabric.save(folder + "/model.ckpt", {"model": model, "loader": loader})
+    assert os.path.isdir(folder + "/model.ckpt") == fabric.strategy.saves_shards
+    saved = {name: to_whole(each).clone() for name, each in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.data.zero_()
     fabric.load(folder + "/model.ckpt", {"model": model, "loader": loader})
+    if word != "deepspeed":  # whose engine writes its own parameters
+        assert all(torch.equal(saved[name], to_whole(each)) for name, each in model.state_dict().items())
     return {"norms": norms, "loss": loss.item(), "steps": fabric._callbacks[0].steps, "mesh": names,
             "strategy": type(fabric.strategy).__name__, "world_size": fabric.strategy.world_size}
 
@@ -116,6 +129,7 @@ def test_two_ranks_under_each_strategy_train_as_one_and_go_on_after_launch(tmp_p
     kinds = {
         "ddp": "DDPStrategy",
         "fsdp": "FSDPStrategy",
+        "sharded": "FSDPStrategy",
         "mesh": "ModelParallelStrategy",
         "deepspeed": "DeepSpeedStrategy",
     }
@@ -130,11 +144,21 @@ def test_two_ranks_under_each_strategy_train_as_one_and_go_on_after_launch(tmp_p
 
 BY_FUNCTION = """
 import sys
-from fabric.lightning import Fabric
+import torch
+from torch.utils.data import DataLoader
+from fabric.lightning import Fabric, seed_everything
 from fabric.lightning.strategies import DDPStrategy
+
+class Draws(torch.utils.data.Dataset):
+    __len__ = lambda self: 8
+    __getitem__ = lambda self, index: torch.rand(1)
 
 def main(fabric, number):
     assert fabric.strategy.world_size == fabric.world_size == 2
+    seed_everything(3, workers=True, verbose=False)
+    loader = fabric.setup_dataloaders(DataLoader(Draws(), batch_size=2, num_workers=1))
+    drawn = fabric.all_gather(torch.cat(list(loader)))
+    assert len(drawn.unique()) == drawn.numel() == 8, drawn
     return fabric.all_gather(fabric.strategy.global_rank + number)
 
 if __name__ == "__main__":
@@ -144,7 +168,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_with_a_start_method_ranks_end_with_the_function_and_the_result_of_rank_zero_is_returned(
+def test_with_a_start_method_ranks_end_with_the_function_and_workers_of_ranks_draw_apart(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "program.py").write_text(BY_FUNCTION)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from fabric.lightning import Fabric
 from fabric.lightning.plugins import BitsandbytesPrecision, CheckpointIO, TransformerEnginePrecision
@@ -73,11 +72,7 @@ from fabric.strategies.registry import make_strategy
         (FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"), {"reshard_after_forward": False, "device_mesh": None}),
         (FSDPStrategy(sharding_strategy=ShardingStrategy.HYBRID_SHARD), {"device_mesh": "nodes"}),
         (FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 4)), {"device_mesh": (2, 4)}),
-        (FSDPStrategy(auto_wrap_policy=ModuleWrapPolicy({nn.Linear})), {"auto_wrap_policy": {nn.Linear}}),
-        (
-            FSDPStrategy(auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})),
-            {"auto_wrap_policy": {nn.Linear}},
-        ),
+        (FSDPStrategy(auto_wrap_policy=size_based_auto_wrap_policy), {"auto_wrap_policy": size_based_auto_wrap_policy}),
         (
             FSDPStrategy(activation_checkpointing=[nn.Linear]),
             {"activation_checkpointing_policy": [nn.Linear]},
@@ -109,15 +104,12 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (DDPStrategy, {"checkpoint_io": 1}, "one file, atomically"),
     (DataParallelStrategy, {"accelerator": "cuda"}, r"Pass it to `Fabric\(accelerator=\.\.\.\)`"),
     (SingleDeviceStrategy, {"device": "cuda:1"}, r"`Fabric\(accelerator='cuda', devices=\[1\]\)`"),
-    (FSDPStrategy, {"state_dict_type": "sharded"}, "Leave it out, or write 'full'"),
     (FSDPStrategy, {"sharding_strategy": "NO_SHARD"}, "Write `strategy='ddp'`"),
     (FSDPStrategy, {"limit_all_gathers": False}, "FSDP2 needs no limit"),
     (FSDPStrategy, {"sync_module_states": False}, "Weights are always broadcast from rank 0"),
     (FSDPStrategy, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "gathers before the backward"),
     (FSDPStrategy, {"mixed_precision": MixedPrecision()}, r"`Fabric\(precision='bf16-mixed'\)`"),
-    (FSDPStrategy, {"auto_wrap_policy": size_based_auto_wrap_policy}, r"`auto_wrap_policy=\{Block\}`"),
     (FSDPStrategy, {"device_mesh": object(), "sharding_strategy": "HYBRID_SHARD"}, r"\(replicas, shards\)"),
-    (ModelParallelStrategy, {"parallelize_fn": print, "save_distributed_checkpoint": True}, "one file with whole"),
     (DeepSpeedStrategy, {"remote_device": "cpu"}, r"construct the model within `fabric\.init_module"),
     (DeepSpeedStrategy, {"zero_optimization": False}, "Write `strategy='ddp'`"),
     (DeepSpeedStrategy, {"offload_params_device": "nvme"}, "Write 'cpu', main memory"),
@@ -145,7 +137,7 @@ def test_unsupported_arguments_raise_with_what_to_write(kind: Any, arguments: di
         (DDPStrategy, {"bucket_cap": 30}, TypeError, r"`DDPStrategy\(bucket_cap=\.\.\.\)`: there is no such option"),
         (FSDPStrategy, {"sharding_strategy": "SOME"}, ValueError, "write one of 'FULL_SHARD'"),
         (FSDPStrategy, {"device_mesh": (1, 2)}, ValueError, r"Write `sharding_strategy='HYBRID_SHARD'`"),
-        (FSDPStrategy, {"state_dict_type": "half"}, ValueError, "write 'full', or leave it out"),
+        (FSDPStrategy, {"state_dict_type": "half"}, ValueError, "write 'full', or 'sharded'"),
         (DeepSpeedStrategy, {"buckets": 1}, TypeError, r"there is no such option here\. Write it into DeepSpeed's"),
         (
             DeepSpeedStrategy,

@@ -1,4 +1,5 @@
-"""Which random numbers the ranks draw: alike until a model is set up, apart after that, and as the user seeds them."""
+"""Which random numbers the ranks draw: alike until they read data or a model is set up, apart after that, and as the
+user seeds them."""
 
 from __future__ import annotations
 
@@ -33,9 +34,8 @@ def seed(number: int) -> None:
     torch.manual_seed(number), random.seed(number), np.random.seed(number)
 
 
-def noise(fabric: Any, num_workers: int) -> Any:
+def noise(fabric: Any, loader: Any) -> Any:
     """What each rank draws for its samples, by generator."""
-    loader = fabric.setup_dataloaders(DataLoader(Augmented(), 4, collate_fn=list, num_workers=num_workers))
     drawn = [torch.tensor([sample for batch in loader for sample in batch], dtype=torch.float64)]
     return fabric.all_gather(drawn[0]).transpose(1, 2)
 
@@ -53,28 +53,31 @@ def draw(fabric: Any) -> Any:
 def augment(fabric: Fabric, num_workers: int) -> dict[str, list[bool]]:
     found = {}
     seed(5)
-    found["before a model"] = alike(noise(fabric, num_workers))
+    loader = fabric.setup_dataloaders(DataLoader(Augmented(), 4, collate_fn=list, num_workers=num_workers))
+    found["data made before reading"] = alike(draw(fabric))
+    found["without a model"] = alike(noise(fabric, loader))
     seed(5)
     fabric.setup(nn.Linear(2, 2))
     found["data made after it"] = alike(draw(fabric))
-    found["after it"] = alike(noise(fabric, num_workers))
+    found["after it"] = alike(noise(fabric, loader))
     found["in the loop"] = alike(draw(fabric))
     fabric.setup(nn.Linear(2, 2))
     seed(6)
-    found["seeded alike"] = alike(noise(fabric, num_workers))
+    found["seeded alike"] = alike(noise(fabric, loader))
     seed(6 + fabric.global_rank)
-    found["seeded by rank"] = alike(noise(fabric, num_workers))
+    found["seeded by rank"] = alike(noise(fabric, loader))
     seed(6), random.seed(fabric.global_rank), np.random.seed(fabric.global_rank)
-    found["all but torch seeded by rank"] = alike(noise(fabric, num_workers))
+    found["all but torch seeded by rank"] = alike(noise(fabric, loader))
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_ranks_augment_apart_once_a_model_is_set_up_and_as_the_user_seeds_them(num_workers: int) -> None:
+def test_ranks_augment_apart_from_the_first_batch_on_and_as_the_user_seeds_them(num_workers: int) -> None:
     with Fabric(accelerator=ACCELERATOR, devices=2, strategy="ddp") as ranks:
         assert ranks.launch(augment, num_workers) == {
-            "before a model": [True] * 3,
+            "data made before reading": [True] * 3,
+            "without a model": [False] * 3,
             "data made after it": [True] * 3,
             "after it": [False] * 3,
             "in the loop": [False] * 3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.prune import l1_unstructured
 from torch.optim import AdamW
 
 from fabric import Fabric
@@ -137,6 +139,74 @@ def test_penalties_of_weights_train_as_in_one_process(name: str) -> None:
     strategy, size = STRATEGIES[name]
     fabric = Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy)
     assert fabric.launch(error_of_training, name in WITH_SPARE) < 1e-5
+
+
+def write(model: Any, optimizer: Any, batch: Callable[[int], Tensor], backward: Any, gathered: Any) -> None:
+    """A mask after each step, slow weights (Lookahead) after each second one, and the best weights at the end."""
+    with gathered(model):
+        slow = [each.detach().clone() for each in model.parameters()]
+    for step in range(4):
+        backward(model(batch(step)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad(), gathered(model.down, write=True):
+            model.down.weight[:, ::2] *= 0.5
+        if step % 2:
+            with torch.no_grad(), gathered(model, write=True):
+                for each, other in zip(model.parameters(), slow, strict=True):
+                    each.data.copy_(other.lerp_(each, 0.5))
+        if step == 1:
+            with gathered(model):
+                best = copy.deepcopy(model.state_dict())
+    with gathered(model, write=True):
+        model.load_state_dict(best)
+    backward(model(batch(5)).square().mean())
+    optimizer.step()
+
+
+def error_of_writing(fabric: Fabric) -> tuple[float, str]:
+    """The largest difference from one process, and what is raised where rank 0 writes alone."""
+    torch.manual_seed(0)
+    model, plain = Net(False), Net(False)
+    plain.load_state_dict(model.state_dict())
+    size = fabric.world_size
+    write(plain, AdamW(plain.parameters(), lr=0.05), batch_of(0, 1), Tensor.backward, lambda *_, **__: nullcontext())
+    model, optimizer = fabric.setup(model, AdamW(model.parameters(), lr=0.05))
+    write(model, optimizer, batch_of(fabric.global_rank, size), fabric.backward, fabric.gathered)
+    whole = fabric.state_dict(model, all_ranks=True)
+    error = max(float((whole[name] - each).abs().max()) for name, each in plain.state_dict().items())
+    if size > 1:
+        with pytest.raises(RuntimeError) as caught, torch.no_grad(), fabric.gathered(model, write=True):
+            model.down.weight.mul_(2 if fabric.global_rank == 0 else 1)
+        with torch.no_grad():  # as on the other ranks, where each has the whole
+            model.down.weight.mul_(0)
+        return error, str(caught.value)
+    return error, ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["single_device", *(pytest.param(each, marks=[pytest.mark.thorough] * (each == "hsdp")) for each in STRATEGIES)],
+)
+def test_whole_weights_are_written_as_in_one_process(name: str) -> None:
+    strategy, size = STRATEGIES.get(name, (name, 1))
+    error, told = Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy).launch(error_of_writing)
+    assert error < 1e-5
+    assert size == 1 or "ended with values of `down.weight` of `" in told
+
+
+def prune_within(fabric: Fabric) -> str:
+    model = fabric.setup(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(RuntimeError) as caught, fabric.gathered(model, write=True):
+        l1_unstructured(model[0], "weight", amount=0.5)
+    return str(caught.value)
+
+
+def test_a_parameter_that_is_replaced_where_weights_are_whole_is_named() -> None:
+    told = Fabric(accelerator=ACCELERATOR, devices=2, strategy="fsdp").launch(prune_within)
+    assert "`weight` of `FSDPSequential` was removed or replaced within" in told
+    assert "Prune before `fabric.setup`" in told
 
 
 def messages_in_shards(fabric: Fabric) -> list[str]:

@@ -127,16 +127,26 @@ def test_the_first_of_a_list_of_hosts(text: str, first: str) -> None:
     assert first_host(text) == first
 
 
+UNSET = "Set it on every rank; or, if no launch by hand is meant, `unset"
+
+
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({"RANK": "0"}, "A launch by hand sets `WORLD_SIZE`, but it is not set here. Set it on every rank."),
-        ({"WORLD_SIZE": "2"}, "A launch by hand sets `RANK`, but it is not set here. Set it on every rank."),
+        ({"RANK": "0"}, f"A launch by hand sets `WORLD_SIZE`, but it is not set here. {UNSET} RANK`."),
+        (
+            {"RANK": "", "WORLD_SIZE": ""},
+            f"sets `RANK`, but it is empty here. {UNSET} RANK WORLD_SIZE`",
+        ),
+        (
+            {"WORLD_SIZE": "1"},
+            f"A launch by hand sets `RANK`, but it is not set here. {UNSET} WORLD_SIZE`",
+        ),
         ({**HAND, "RANK": "4"}, "MASTER_PORT=29500: these contradict each other. A world with `rank=4` and `size=4`"),
         ({**HAND, "RANK": "two"}, "`RANK=two` is not a whole number"),
         ({**HAND, "LOCAL_RANK": "1"}, "LOCAL_RANK and LOCAL_WORLD_SIZE go together"),
         ({**HAND, "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "A world with `local_rank=2` and `local_size=2`"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "sets `MASTER_ADDR`, but it is not set here. Set it on every rank."),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "sets `MASTER_ADDR`, but it is not set here. Set it on every rank"),
         ({**TORCHRUN, "LOCAL_RANK": "x"}, "`LOCAL_RANK=x` is not a whole number. torchrun sets it"),
         (
             {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import linecache
 import os
 import re
 import signal
@@ -50,6 +51,8 @@ def break_down(how: str) -> None:
             sys.exit(3)
         case "unpicklable":
             raise UnpicklableError(threading.Lock())
+        case "not an exception" | "exits when read" | "exits when written" | "no words":
+            raise HostileError(how)
         case "cycle":
             try:
                 raise ValueError("the chain of causes has no end") from (inner := KeyError("inner"))
@@ -59,6 +62,21 @@ def break_down(how: str) -> None:
 
 class UnpicklableError(Exception):
     pass
+
+
+class HostileError(RuntimeError):
+    def __reduce__(self) -> tuple[Any, ...]:
+        match self.args[0]:
+            case "not an exception":
+                return int, (5,)
+            case "exits when read":
+                return sys.exit, (7,)
+            case "exits when written":
+                raise SystemExit(9)
+        return type(self), self.args
+
+    def __str__(self) -> str:
+        return self.args[0] if self.args[0] != "no words" else self.args[1]  # an IndexError
 
 
 def test_the_rank_that_raised_is_named_as_the_cause_ten_times_of_ten() -> None:
@@ -108,6 +126,39 @@ def test_an_exception_that_cannot_be_pickled_is_reported_as_text() -> None:
     with pytest.raises(WorkerError, match="UnpicklableError") as caught:
         run_world(2, break_one_rank, "unpicklable")
     assert caught.value.cause is None
+
+
+@pytest.mark.parametrize("how", ["not an exception", "exits when read", "exits when written", "no words"])
+def test_an_exception_whose_own_methods_fail_is_reported(how: str) -> None:
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 failed first: .*HostileError") as caught:
+        run_world(2, break_one_rank, how)
+    assert (caught.value.cause is None) == (how != "no words")
+
+
+WORDS = "DataLoader timed out after 5 seconds: Broken pipe, Connection closed by peer, gloo"
+
+
+def raise_words(world: World, kind: type[Exception]) -> None:
+    dist.init_process_group("gloo", store=join(world, 60, print), rank=world.rank, world_size=world.size)
+    if world.rank == 1:
+        raise kind(WORDS)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, BrokenPipeError, TimeoutError])
+def test_a_rank_that_fails_with_the_words_of_a_lost_peer_is_named(kind: type[Exception]) -> None:
+    with pytest.raises(WorkerError, match=f"rank 1 of 2 failed first: {kind.__name__}: {WORDS}"):
+        run_world(2, raise_words, kind)
+
+
+def test_a_traceback_shows_the_lines_of_a_notebook_s_cell() -> None:
+    name, source, names = "/tmp/ipykernel_1/2.py", "def train(world):\n    raise ValueError('a fish')\n", {}
+    exec(compile(source, name, "exec"), names)
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)  # as IPython does
+    with pytest.raises(WorkerError) as caught:
+        forkserver(Topology(num_processes=2)).launch(names["train"])
+    del linecache.cache[name]
+    assert f"File \"{name}\", line 2, in train\n    raise ValueError('a fish')\n" in str(caught.value)
 
 
 def leave_on_rank_zero(world: World) -> None:
@@ -304,6 +355,44 @@ def test_a_rank_that_leaves_with_code_0_in_mid_training_is_named(
         assert re.search(
             r"rank 0 of 2, \d+ ms (later|earlier), at .*script.py:\d+ in \w+: .*CollectiveError", done.stderr
         )
+
+
+EXITS = """
+import sys
+import torch
+from fabric import Fabric
+
+def train(fabric):
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(9):
+        if step == 4 and fabric.global_rank == 1:
+            sys.exit(int(sys.argv[3]))
+        fabric.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+word, strategy = sys.argv[1:3]
+fabric = Fabric(accelerator="cpu", devices=2, launcher=word, strategy=strategy, sanitize="always")
+fabric.launch()
+train(fabric)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("word", "strategy", "code"),
+    [("fork", "ddp", 3), ("script", "fsdp", 3), ("fork", "deepspeed_stage_2", 3), ("fork", "ddp", 0)],
+)
+def test_the_exit_code_of_a_rank_that_leaves_in_mid_training_stands_where_the_sanitizer_compares(
+    tmp_path: Path, word: str, strategy: str, code: int
+) -> None:
+    (tmp_path / "script.py").write_text(EXITS)
+    done = run([tmp_path / "script.py", word, strategy, str(code)])
+    assert done.returncode == (code or 1), done.stderr
+    assert re.search(rf"rank 1 of 2 failed first: (left with exit code {code}|came to its end)", done.stderr), (
+        done.stderr
+    )
 
 
 SCRIPT = """

@@ -73,6 +73,26 @@ def test_an_unsafe_fork_is_recognised_with_its_reason(before: str, words: str) -
     assert words in done.stdout
 
 
+ASKED = """
+import sys, torch
+from fabric import Fabric
+torch.cuda.is_available()
+fabric = Fabric(accelerator=sys.argv[1], strategy="ddp", devices=2)
+fabric.launch()
+sys.stdout.write(f"{sys.argv[1]} {torch.cuda.is_available()} {fabric.all_reduce(1.0, reduce_op='sum')}\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.without_gpu
+def test_devices_that_are_not_there_are_not_lost_in_a_fork() -> None:
+    """Torch's CUDA build marks every later fork once it was asked for devices, and without a driver fabric's look too.
+    `python -c` has no file to run again."""
+    for accelerator in ("cpu", "auto"):
+        done = run(["-c", ASKED, accelerator])
+        assert done.stdout == f"{accelerator} False 2.0\n" * 2, done.stderr
+
+
 JOINED = """
 import threading
 from fabric.launchers.rank.fork_safety import fork_is_safe

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +14,7 @@ from worlds import run_world
 
 from fabric.launchers import Rendezvous, WorkerError, World, join
 from fabric.launchers.launcher import Topology
+from fabric.launchers.process.network import require_interfaces
 from fabric.launchers.rendezvous import join as rendezvous
 from fabric.launchers.rendezvous.store_server import MeetingPoint
 
@@ -157,3 +160,29 @@ def test_rank_zero_hosts_the_store_if_no_agent_does() -> None:
 
 def test_missing_ranks_are_reported_every_few_seconds() -> None:
     assert 1 <= rendezvous.SAY_EVERY_SECONDS <= 10
+
+
+def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:
+    require_interfaces({})
+    require_interfaces({"GLOO_SOCKET_IFNAME": "lo"})
+    with pytest.raises(ValueError, match=r"`GLOO_SOCKET_IFNAME=lo,eth99`: .* no network interface 'eth99'. It has "):
+        require_interfaces({"GLOO_SOCKET_IFNAME": "lo,eth99"})
+
+
+ALONE = """
+from fabric.launchers.launcher import Topology
+from fabric.launchers.rendezvous.store_server import MeetingPoint
+
+try:
+    MeetingPoint(Topology(num_processes=2))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_machine_without_a_loopback_is_an_error_before_ranks_start() -> None:
+    done = subprocess.run(["unshare", "-rn", sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
+    if done.returncode != 0 and "unshare" in done.stderr:
+        pytest.skip("needs a network namespace of its own, which this machine refuses")
+    assert "no loopback interface, or one that is down. Write `ip link set lo up`" in done.stdout, done.stderr

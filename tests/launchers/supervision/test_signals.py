@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -63,3 +64,33 @@ def test_a_signal_that_was_ignored_stays_ignored(tmp_path: Path) -> None:
         started.process.send_signal(signal.SIGHUP)
         started.process.send_signal(signal.SIGTERM)
         assert started.process.wait(30) == -signal.SIGTERM
+
+
+IN_A_THREAD = """
+import os, signal
+from concurrent.futures import ThreadPoolExecutor
+from fabric.launchers import Topology
+from fabric.launchers.processes import forkserver
+
+def wait(world):
+    os.write(1, b"ready\\n")
+    try:
+        signal.pause()
+    except KeyboardInterrupt:
+        os.write(1, b"interrupted\\n")
+
+if __name__ == "__main__":
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(forkserver(Topology(num_processes=2)).launch, wait).result()
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_ranks_that_a_thread_has_launched(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(IN_A_THREAD)
+    with running([tmp_path / "program.py"]) as started:
+        started.wait_for("ready", times=2)
+        os.killpg(started.process.pid, signal.SIGINT)  # as a terminal does: all processes of the group
+        started.wait_for("interrupted", times=2)
+        assert started.process.wait(30) != 0
+        assert "KeyboardInterrupt" in started.process.communicate()[1]

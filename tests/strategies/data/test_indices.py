@@ -165,17 +165,13 @@ def test_one_seed_gives_one_global_batch_whatever_the_number_of_ranks(sampler: A
             lambda _, n=count: DataLoader(Numbers(24), 8 // n, shuffle=sampler is None, sampler=sampler),  # type: ignore[misc]
             count,
         )
-        state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
         orders.append([in_order(read(loaders)) for _ in range(2)])
-        if count > 1:
-            assert torch.equal(torch.get_rng_state(), state[0])
-            assert (random.getstate(), np.random.get_state()[1].tolist()) == state[1:]
     assert orders[0][0] != orders[0][1]
     assert orders[0] == orders[1] == orders[2]
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
-def test_a_sampler_that_draws_from_global_streams_has_one_order_on_all_ranks_and_leaves_them_alone(
+def test_a_sampler_that_draws_from_global_streams_has_one_order_on_all_ranks_and_leaves_them_as_one_process_does(
     in_batches: bool,
 ) -> None:
     def make(rank: int) -> DataLoader[int]:
@@ -187,17 +183,38 @@ def test_a_sampler_that_draws_from_global_streams_has_one_order_on_all_ranks_and
         )
         return DataLoader(Numbers(100), batch_sampler=BatchSampler(shuffle(), 5, drop_last=False))
 
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    list(make(0))
+    expected = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
     loaders = share_out(make, 2)
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     first = [[batch.tolist() for batch in loaders[0]]]
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+    assert torch.equal(expected[0], torch.get_rng_state())
+    assert expected[1:] == (random.getstate(), np.random.get_state()[1].tolist())
     torch.manual_seed(99), random.seed(99), np.random.seed(99)
     first += [[batch.tolist() for batch in loaders[1]]]
     assert sorted(in_order(first)) == list(range(100))
     second = read(loaders)
     assert sorted(in_order(second)) == list(range(100))
     assert second != first
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_batch_size_that_is_changed_between_epochs_is_followed(count: int, drop_last: bool) -> None:
+    plain = DataLoader(Numbers(26), 4 * count, drop_last=drop_last)
+    loaders = share_out(lambda _: DataLoader(Numbers(26), 4, drop_last=drop_last), count)
+    for size in (4, 2, 6):
+        for loader, number in [(plain, count), *((each, 1) for each in loaders)]:
+            loader.batch_sampler.batch_size = size * number
+        shares = read(loaders)
+        assert [len(share) for share in shares] == [len(plain)] * count == [len(loader) for loader in loaders]
+        if count == 1 or drop_last:
+            assert [in_order([[each] for each in step]) for step in zip(*shares, strict=True)] == [
+                batch.tolist() for batch in plain
+            ]
+        else:
+            assert in_order(shares) == list(range(26))
 
 
 def test_seeding_torch_governs_the_order() -> None:

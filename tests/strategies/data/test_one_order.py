@@ -156,9 +156,42 @@ def test_ranks_that_evaluate_alone_train_in_one_order(name: str) -> None:
     for epoch in range(3):
         found = in_order(read(training))
         assert sorted(found) == list(range(SIZE))
+        seed(7)  # these ranks share the generators of this process
         if epoch == 0 or name == "shuffled by a generator":  # the evaluation of one process draws from its generator
             assert found == [sample for batch in alone[0] for sample in batch.tolist()]
         list(evaluation[0]), list(alone[1])
+
+
+def orders_of_new_loaders(fabric: Any, batch_size: int) -> list[list[list[int]]]:
+    """Of four epochs, each over a loader of its own, the second of which is left early; before each evaluation."""
+    seed(7)
+    net = nn.Linear(1, 1)
+    model = net if fabric is None else fabric.setup(net)
+    prepare: Any = (lambda loader, **use: loader) if fabric is None else fabric.setup_dataloaders
+    found = []
+    for name in ("shuffled", "shuffled by a generator", "weighted", "in order"):
+        evaluation, orders = prepare(DataLoader(Numbers(), batch_size), use="validate"), []
+        for epoch in range(4):
+            order: list[int] = []
+            for number, batch in enumerate(prepare(LOADERS[name](batch_size=batch_size))):
+                loss = model(batch[:, None].float()).sum()
+                loss.backward() if fabric is None else fabric.backward(loss)
+                order += batch.tolist() if fabric is None else fabric.all_gather(batch).flatten().tolist()
+                if (epoch, number) == (1, 2):
+                    break
+            orders.append(order)
+            list(evaluation)
+        found.append(orders)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_loaders_that_are_made_anew_in_each_epoch_have_the_orders_of_one_process(strategy: str) -> None:
+    expected = orders_of_new_loaders(None, 6)
+    assert expected[0][0] != expected[0][2] != expected[0][3]
+    with Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=2) as fabric:
+        assert fabric.launch(orders_of_new_loaders, 3) == expected
 
 
 def first_experiment(fabric: Fabric | None, batch_size: int) -> list[float]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import queue
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -433,3 +435,109 @@ def test_a_position_in_other_data_is_an_error() -> None:
     (loader, _) = resumed(lambda: DataLoader(Numbers(45), batch_sampler=[[1, 2, 3]] * 9), 2, [state] * 2)
     with pytest.raises(ValueError, match="after 14 samples of the epoch, and no batch of the batch sampler ends there"):
         list(loader)
+
+
+CHANGED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "no shuffling": (
+        lambda: DataLoader(Numbers(40), 4, shuffle=True),
+        lambda: DataLoader(Numbers(40), 4),
+    ),
+    "shuffling": (
+        lambda: DataLoader(Numbers(40), 4),
+        lambda: DataLoader(Numbers(40), 4, shuffle=True),
+    ),
+    "other batches": (
+        lambda: DataLoader(Numbers(40), batch_sampler=[[index, index + 1] for index in range(0, 40, 2)]),
+        lambda: DataLoader(Numbers(40), batch_sampler=[[index, index + 1] for index in range(38, -1, -2)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_run_that_resumes_with_another_order_raises_and_says_how_both_begin(name: str, count: int) -> None:
+    saved, changed = CHANGED[name]
+    _, states = stopped(share_out(lambda _: saved(), 1), 3)
+    for loader in resumed(changed, count, [states[0]] * count):
+        with pytest.raises(ValueError, match=r"whose epoch begins with the samples \[.+\]; here it begins with \[.+\]"):
+            list(loader)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_batches_and_streams_over_longer_data_are_an_error(count: int) -> None:
+    class Counted(Stream):
+        def __len__(self) -> int:
+            return self.size
+
+    def in_batches(size: int) -> Any:
+        return DataLoader(Numbers(size), batch_sampler=[[index] for index in range(size)])
+
+    for make in (in_batches, lambda size: DataLoader(Counted(size), 2)):
+        _, (states, *_) = stopped(share_out(lambda _, make=make: make(40), count), 3)  # type: ignore[misc]
+        (loader, *_) = share_out(lambda _, make=make: make(44), count)  # type: ignore[misc]
+        with pytest.raises(ValueError, match="a loader over 40 samples, and this `DataLoader` has 44"):
+            loader.load_state_dict(states[0])
+
+
+def read_ahead(loader: Any, batches: queue.Queue[Any]) -> threading.Thread:
+    """A thread that puts each batch and the position after it."""
+
+    def put() -> None:
+        for batch in loader:
+            batches.put((batch.tolist(), loader.state_dict()))
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_position_of_a_loader_that_a_thread_reads_is_known_there_and_between_epochs(count: int) -> None:
+    def make() -> Any:
+        return DataLoader(Numbers(40), 4, shuffle=True)
+
+    (loader, *_) = share_out(lambda _: make(), count)
+    batches: queue.Queue[Any] = queue.Queue()
+    read_ahead(loader, batches).join()
+    with pytest.raises(RuntimeError, match=r"The position of this `DataLoader` is not known\. A thread of the program"):
+        loader.state_dict()
+    found = [batches.get() for _ in range(10 // count)]
+    (rest, *_) = share_out(lambda _: make(), count)
+    rest.load_state_dict(found[2][1])
+    assert [batch.tolist() for batch in rest] == [batch for batch, _ in found[3:]]
+    loader.set_epoch(1)
+    assert loader.state_dict()["order"]["epoch"] == 1
+    list(loader)
+    assert loader.state_dict()["order"]["epoch"] == 2
+
+
+class ReadAhead(DataLoader[Any]):
+    """Reads ahead by a thread of its own, as MONAI's `ThreadDataLoader` does."""
+
+    def __iter__(self) -> Any:
+        batches: queue.Queue[Any] = queue.Queue(2)
+        source = super().__iter__()
+
+        def put() -> None:
+            for batch in source:
+                batches.put(batch)
+            batches.put(None)
+
+        thread = threading.Thread(target=put)
+        thread.start()
+        yield from iter(batches.get, None)
+        thread.join()
+
+
+def test_a_loader_that_reads_ahead_by_itself_has_the_position_of_the_loop() -> None:
+    def make() -> Any:
+        return ReadAhead(Numbers(40), 4, shuffle=True)
+
+    (loader,) = share_out(lambda _: make(), 1)
+    found, states = list[Any](), list[Any]()
+    for batch in loader:
+        found.append(batch.tolist())
+        states.append(copy.deepcopy(loader.state_dict()))
+    (rest,) = share_out(lambda _: make(), 1)
+    rest.load_state_dict(states[2])
+    assert [batch.tolist() for batch in rest] == found[3:]

@@ -165,12 +165,15 @@ def test_workers_split_a_shuffled_stream_in_the_same_way_on_all_ranks(method: st
     assert in_order(read(loaders)) == epochs[0]
 
 
-def test_a_shuffled_stream_without_workers_is_one_stream_and_leaves_random_numbers_alone() -> None:
+def test_a_shuffled_stream_without_workers_is_one_stream_and_leaves_random_numbers_as_one_process_does() -> None:
+    random.seed(5), torch.manual_seed(5)
+    list(DataLoader(Shuffled(40), 8))
+    expected = torch.get_rng_state(), random.getstate()
+    random.seed(5), torch.manual_seed(5)
     loaders = share_out(lambda _: DataLoader(Shuffled(40), 4), 2)
-    before = torch.get_rng_state(), random.getstate()
     shares = [[batch.tolist() for batch in loaders[0]]]
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1] == random.getstate()
+    assert torch.equal(expected[0], torch.get_rng_state())
+    assert expected[1] == random.getstate()
     random.seed(1), torch.manual_seed(1)
     shares += [[batch.tolist() for batch in loaders[1]]]
     assert sorted(in_order(shares)) == list(range(40))

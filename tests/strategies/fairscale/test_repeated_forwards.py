@@ -5,6 +5,7 @@ FairScale registers a hook at every forward and removes none; those of the forwa
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -82,8 +83,9 @@ def train(fabric: Fabric, recomputed: str) -> tuple[dict[str, Tensor], int]:
             loss_of(model, held[0])
         fabric.backward(torch.stack(losses).sum())
         optimizer.step()
-    kept = [vars(each).get("_shard_bwd_hook") for each in model.parameters()]
-    num_hooks = max(len(each[1].hooks_dict_ref()) if each else 0 for each in kept)
+    wrappers = [each for each in gc.get_objects() if type(each).__name__ == "Sharded"]
+    handles = [handle for each in wrappers for _, handle, _ in each._nodes]
+    num_hooks = max((len(each.hooks_dict_ref()) for each in handles), default=0)
     return {name: value.clone() for name, value in model.state_dict().items()}, num_hooks
 
 

@@ -342,7 +342,7 @@ def keep_apart(fabric: Fabric) -> None:
         assert tensor is not None
         gathered = fabric.all_gather(tensor)
         assert torch.equal(gathered[0], gathered[1]), name
-    fabric.clip_gradients(model, of_norm, max_norm=1.0)
+    fabric.clip_gradients(model, [of_norm], max_norm=1.0)
     with pytest.raises(RuntimeError, match=r"The norm of all gradients differs between the ranks .*make it a DTensor"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
     with pytest.raises(RuntimeError, match=r"^`own.weight` differs between the ranks, and is no DTensor: a checkpoint"):

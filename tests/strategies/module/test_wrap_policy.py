@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -31,6 +33,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.up(x).relu())
+
+
+NAMES = ("up", "down")
+"""Of 144 and 136 parameters."""
 
 
 class GPT(nn.Module):
@@ -137,6 +143,23 @@ def test_blocks_are_the_outermost_modules_that_repeat_and_hold_the_parameters(
     assert [of[block] for block in blocks_of(model)] == names
     assert FSDPStrategy().units(model) == names
     assert FSDPStrategy(auto_wrap_policy=None).units(model) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "units"),
+    [
+        (partial(size_based_auto_wrap_policy, min_num_params=200), ["blocks.0", "blocks.1"]),
+        (partial(size_based_auto_wrap_policy, min_num_params=140), ["blocks.0.up", "blocks.1.up"]),
+        (partial(size_based_auto_wrap_policy, min_num_params=130), [f"blocks.{i}.{n}" for i in "01" for n in NAMES]),
+        (size_based_auto_wrap_policy, []),
+        (partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}), ["blocks.0", "blocks.1"]),
+        (ModuleWrapPolicy({Block}), ["blocks.0", "blocks.1"]),
+    ],
+)
+def test_a_function_of_torchs_form_wraps_inner_modules_first_and_counts_the_parameters_that_are_left(
+    policy: Any, units: list[str]
+) -> None:
+    assert FSDPStrategy(auto_wrap_policy=policy).units(GPT(num=2)) == units
 
 
 def in_shards(model: nn.Module, mesh: Any) -> None:

@@ -85,8 +85,8 @@ def test_clipping_sees_true_gradients() -> None:
             scaler.attach(optimizer)
         loss = loss_of(model, data, 0)
         (loss if scaler is None else scaler.scale_loss(loss)).backward()
-        norms.append(clip_norm(optimizer, 0.1, 2.0, True, scaler))
-        clip_value(optimizer, 0.01, scaler)
+        norms.append(clip_norm([optimizer], 0.1, 2.0, True, scaler))
+        clip_value([optimizer], 0.01, scaler)
         optimizer.step()
         clipped.append(weights(model))
     torch.testing.assert_close(norms[0], norms[1], rtol=0, atol=0)
@@ -100,10 +100,25 @@ def test_a_norm_that_overflowed_skips_the_step_instead_of_raising() -> None:
     scaler.attach(optimizer)
     before = weights(model)
     scaler.scale_loss(loss_of(model, data, 0) * float("inf")).backward()
-    assert not clip_norm(optimizer, 1.0, 2.0, True, scaler).isfinite()
+    assert not clip_norm([optimizer], 1.0, 2.0, True, scaler).isfinite()
     optimizer.step()
     torch.testing.assert_close(weights(model), before, rtol=0, atol=0)
     assert scaler.num_skipped == 1
+
+
+def test_optimizers_that_are_clipped_together_skip_their_steps_together() -> None:
+    scaler = LossScaler()
+    (model, data), (other, _) = model_and_data(), model_and_data()
+    optimizers = [SGD(each.parameters(), lr=0.1) for each in (model, other)]
+    for optimizer in optimizers:
+        scaler.attach(optimizer)
+    before = weights(other)
+    scaler.scale_loss(loss_of(model, data, 0) * float("inf") + loss_of(other, data, 0)).backward()
+    clip_norm(optimizers, 1.0, 2.0, True, scaler)
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(weights(other), before, rtol=0, atol=0)
+    assert scaler.num_skipped == 2
 
 
 def test_without_a_scaler_a_norm_that_is_not_finite_raises() -> None:
@@ -111,7 +126,7 @@ def test_without_a_scaler_a_norm_that_is_not_finite_raises() -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     (loss_of(model, data, 0) * float("inf")).backward()
     with pytest.raises(RuntimeError, match=r"total norm of order 2.0 is nan, so they cannot be clipped"):
-        clip_norm(optimizer, 1.0, 2.0, True, None)
+        clip_norm([optimizer], 1.0, 2.0, True, None)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -139,7 +154,7 @@ def test_any_order_of_backwards_clips_and_steps_of_two_optimizers_equals_the_uns
                 if step % 2:
                     optimizers[which].zero_grad()
             elif any(p.grad is not None for p in models[which].parameters()):
-                clip_norm(optimizers[which], 1.0, 2.0, True, scaler)
+                clip_norm([optimizers[which]], 1.0, 2.0, True, scaler)
         results.append([*weights(models[0]), *weights(models[1])])
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 

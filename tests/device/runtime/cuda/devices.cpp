@@ -99,7 +99,8 @@ EXPORTED int pretended_physical(int device) { return visible()[device]; }
 EXPORTED cudaError_t cudaGetDeviceCount(int* count) {
     RETURN_UNLESS_USABLE;
     *count = num_devices();
-    return *count ? cudaSuccess : failed(cudaErrorNoDevice);
+    if (*count) return cudaSuccess;
+    return failed(machine_devices() ? cudaErrorNoDevice : cudaErrorInsufficientDriver);
 }
 
 EXPORTED cudaError_t cudaGetDevice(int* device) {
@@ -115,7 +116,7 @@ EXPORTED cudaError_t cudaSetDevice(int device) {
 }
 
 EXPORTED cudaError_t cudaDriverGetVersion(int* version) {
-    *version = CUDART_VERSION;
+    *version = machine_devices() ? CUDART_VERSION : 0;  // 0: there is no driver
     return cudaSuccess;
 }
 

@@ -243,6 +243,60 @@ def test_scalars_are_on_disk_before_the_logger_is_closed(tmp_path: Path) -> None
     assert scalars_of(tmp_path / "version_0") == [("loss", 3, 0.5), ("accuracy", 3, 0.25), ("loss", 4, 0.125)]
 
 
+@pytest.mark.slow
+def test_hyperparameters_are_those_of_the_tab_hparams_where_all_scalars_are_compared(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.plugins.hparams import metadata
+
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_hyperparams({"lr": 0.1, "model": {"depth": 3, "norm": None}})
+    (file,) = (tmp_path / "version_0").glob("events.*")
+    values = {value.tag: value for event in LegacyEventFileLoader(str(file)).Load() for value in event.summary.value}
+    assert metadata.EXPERIMENT_TAG not in values, "which would name the metrics, and there are none yet"
+    content = values[metadata.SESSION_START_INFO_TAG].metadata.plugin_data.content
+    written = metadata.parse_session_start_info_plugin_data(content).hparams
+    assert {name: value.WhichOneof("kind") for name, value in written.items()} == {
+        "lr": "number_value", "model/depth": "number_value", "model/norm": "string_value",
+    }  # fmt: skip
+
+
+WITH_AN_OPEN_RUN = """
+import wandb
+from fabric import Fabric
+fabric = Fabric(accelerator="cpu", devices=2, launcher="script")
+early = EARLY and wandb.init()
+fabric.launch()
+if fabric.is_global_zero:
+    fabric.loggers.append(early or wandb.init())
+fabric.log("loss", 0.5)
+fabric.barrier()
+"""
+WANDB = """
+run = None
+class Run:
+    def log(self, metrics, step=None):
+        print("logged", metrics)
+def init():
+    global run
+    run = Run()
+    print("opened")
+    return run
+"""
+
+
+@pytest.mark.slow
+def test_a_run_of_wandb_that_is_open_before_the_launch_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").write_text(WANDB)
+    for is_early, num_runs in ((True, 3), (False, 1)):
+        (tmp_path / "train.py").write_text(WITH_AN_OPEN_RUN.replace("EARLY", str(is_early)))
+        command = [sys.executable, "train.py"]
+        ended = template.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=60)
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.decode().count("opened") == num_runs
+        assert ended.stdout.decode().count("logged {'loss': 0.5}") == 1
+        assert ended.stderr.decode().count("`wandb.init()` ran before `fabric.launch()`") == is_early
+
+
 LOG_IN_A_FORK = """
 import os, sys
 from fabric.output.loggers.tensorboard import TensorBoardLogger

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.tensors.dtensor import as_sharded, local_part, shard_like, whole
 
 _ops = torch.ops.aten

@@ -1,8 +1,9 @@
 """Which optimizers compute an element's update from that element alone, and which from more: a table.
 
-Backends pass an optimizer slices of flattened parameters on each rank, or some of the parameters. One that computes an
-update from norms, rows or matrices of a parameter, or from all of them (LARS, LAMB, Shampoo, Prodigy), is then another
-one, and nothing raises. So an optimizer that is not in the table is refused, unless it has an attribute `updates_each`.
+Backends pass an optimizer slices of flattened parameters on each rank, or some of the parameters. An optimizer that
+computes an update from norms, rows or matrices of a parameter, or from all of them (LARS, LAMB, Shampoo, Prodigy),
+would then compute another update, and nothing would raise. So an optimizer that is not in the table is refused, unless
+it has an attribute `updates_each`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ _UNKNOWN = (
 def updates_each(optimizer: Optimizer) -> Unit | None:
     """What an update is computed from: an element, a parameter, or all of them; None: not known.
 
-    What the program says in `optimizer.updates_each`, of the object or its class, goes before the table.
+    `optimizer.updates_each`, of the object or its class, overrides the table.
     Raises: ValueError: some parameters have options of their own, which bitsandbytes finds by object and place.
     """
     said: Unit | None = getattr(optimizer, "updates_each", None)

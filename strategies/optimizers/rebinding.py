@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.sharding.owners import needs_owners
+from fabric.strategies.optimizers.owners import needs_owners
 from fabric.strategies.sharding.sharded_state import shard_state
 from fabric.strategies.tensors.dtensor import shard_like, user_class
+from fabric.strategies.tensors.parameters import parameters_by_name
 
 
 @contextmanager
@@ -32,12 +33,6 @@ def rebinding(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[No
     if hooked:
         raise ValueError(HOOKED.format(names=", ".join(map(repr, hooked[:5])), model=user_class(module).__name__))
     rebind(before, after, optimizers)
-
-
-def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by all their names in the state dict, without the prefix of torch's `checkpoint_wrapper`."""
-    named = module.named_parameters(remove_duplicate=False)
-    return {name.replace("_checkpoint_wrapped_module.", ""): parameter for name, parameter in named}
 
 
 def rebind(

@@ -15,8 +15,8 @@ from fabric.strategies.checkpoint.state import StateAccess, by_saved_index
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.optimizers.owners import needs_owners, owners
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.owners import needs_owners, owners
 from fabric.strategies.sharding.sharded_state import ShardedState
 from fabric.strategies.tensors.nests import map_leaves, map_only_tensors
 from fabric.strategies.tensors.parameters import parameters_of

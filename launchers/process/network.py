@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 import sys
+from collections.abc import Mapping
 
 from fabric.launchers.world import World
 
@@ -30,6 +31,26 @@ def own_address(world: World) -> str:
     if world.rendezvous is None or world.num_nodes == 1:
         return "127.0.0.1"
     return _own_address_towards(world.rendezvous.address) or ""
+
+
+def require_interfaces(environ: Mapping[str, str]) -> None:
+    """Raise ValueError if GLOO_SOCKET_IFNAME names an interface that this machine does not have."""
+    names, found = environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    missing = [name for name in names.split(",") if name not in found]
+    if names and missing:
+        raise ValueError(
+            f"`GLOO_SOCKET_IFNAME={names}`: this machine has no network interface {missing[0]!r}. It has "
+            f"{', '.join(found)}. Name one of these, or unset the variable: fabric then chooses one."
+        )
+
+
+def require_loopback() -> None:
+    """Raise RuntimeError if this machine cannot connect to itself. Torch would try for five minutes."""
+    if _own_address_towards("127.0.0.1") is None:
+        raise RuntimeError(
+            "The ranks of this machine cannot meet at 127.0.0.1, for it has no loopback interface, or one that is "
+            "down. Write `ip link set lo up` (in a container or network namespace: inside it, as root)."
+        )
 
 
 def _own_address_towards(host: str) -> str | None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.gradients.elementwise import takes_plain_tensors, updates_each
+from fabric.strategies.optimizers.elementwise import takes_plain_tensors, updates_each
 from fabric.strategies.tensors.chunk import Chunk
 from fabric.strategies.tensors.chunk import whole as whole_chunk
 from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part

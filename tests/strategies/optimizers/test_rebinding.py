@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fabric.strategies.module.parameter_rebinding import rebinding
+from fabric.strategies.optimizers.rebinding import rebinding
 
 
 def replace_parameters(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from fabric.strategies.gradients.elementwise import KNOWN, refuse_dependent, takes_plain_tensors, updates_each
+from fabric.strategies.optimizers.elementwise import KNOWN, refuse_dependent, takes_plain_tensors, updates_each
 
 
 class Own(SGD):

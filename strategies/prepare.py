@@ -15,13 +15,13 @@ from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
 from fabric.strategies.module.forward import Around, ForwardPath
 from fabric.strategies.module.outputs import replace_tensors
 from fabric.strategies.module.same_model import refuse_meta
+from fabric.strategies.optimizers.mixed_groups import step_mixed_groups
+from fabric.strategies.optimizers.owners import needs_owners, refuse_shards, step_by_owners
+from fabric.strategies.optimizers.whole_norms import step_with_whole_numbers
 from fabric.strategies.precision.forward_precision import autocast, cast_inputs, cast_module, cast_output, casts
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.mixed_groups import step_mixed_groups
-from fabric.strategies.sharding.owners import needs_owners, refuse_shards, step_by_owners
-from fabric.strategies.sharding.whole_numbers import step_with_whole_numbers
 from fabric.strategies.tensors.parameters import refuse_shared_memory
 from fabric.strategies.undo import undo_all
 
@@ -78,7 +78,7 @@ def prepared(
 ) -> Prepared:
     """The `Prepared` of every strategy, some of whose fields it may replace. `path`: the methods around `sync.forward`.
 
-    `ends`: called on release, in this order, after the module and the optimizers are released.
+    `ends`: called on release, in this order, after the optimizers and the module are released.
     """
     scaler = runtime.loss_scaler
     return Prepared(
@@ -89,7 +89,8 @@ def prepared(
         clip_norm=partial(clip_norm, scaler=scaler),
         clip_value=partial(clip_value, scaler=scaler),
         is_finite=partial(gradients_are_finite, scaler=scaler, any_rank=runtime.any_rank),
-        release=undo_all((path.release, attach_to_steps(runtime, optimizers), sync.release, *ends)),
+        release=undo_all((path.release, sync.release, *ends)),
+        release_optimizers=attach_to_steps(runtime, optimizers),
     )
 
 

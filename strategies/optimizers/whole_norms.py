@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fabric.strategies.gradients.elementwise import updates_each
-from fabric.strategies.sharding.owners import has_shards, with_closure
+from fabric.strategies.optimizers.elementwise import updates_each
+from fabric.strategies.optimizers.owners import has_shards, with_closure
 from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.undo import undo_all

@@ -1,0 +1,17 @@
+"""What a random generator is, whoever owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rng:
+    """A random generator: functions that read its state, write it, and seed it."""
+
+    read: Callable[[], Any]
+    """Returns the state, as types that a checkpoint holds: tensors, numbers, strings, tuples and dictionaries."""
+    write: Callable[[Any], object]
+    seed: Callable[[int], object]
