@@ -15,8 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from fabric.strategies.data.content import is_torchs
 from fabric.strategies.data.epochs import Epoch, Order, Position
+from fabric.strategies.data.joined import of_all_shares
 from fabric.strategies.data.partition import BatchCut, Cut, RoundRobinCut, SampleCut
-from fabric.strategies.data.share import Share
+from fabric.strategies.data.share import Joined, Share
 from fabric.strategies.data.workers import Seeded
 
 MOST_STEPS = 64
@@ -42,6 +43,8 @@ class IndexSource:
         self.items, self._replaced = items, replaced
         self._cut, self._order = cut, order
         self._most_steps, self._eager, self._is_seeded = most_steps, eager, is_seeded
+        self.joined: Joined | None = None
+        """For a process that reads in place of several ranks."""
         self.read = False
         """Whether a loader has asked for indices."""
 
@@ -58,9 +61,9 @@ class IndexSource:
     def cut(self) -> Cut:
         """How an epoch that begins now is divided: a loop may change `batch_size` of the batch sampler meanwhile."""
         cut, batches = self._cut, self._replaced
-        if not isinstance(cut, SampleCut) or not isinstance(batches, BatchSampler):
-            return cut
-        return replace(cut, batch_size=batches.batch_size, drop_last=batches.drop_last)
+        if isinstance(cut, SampleCut) and isinstance(batches, BatchSampler):
+            cut = replace(cut, batch_size=batches.batch_size, drop_last=batches.drop_last)
+        return of_all_shares(cut, self.joined)
 
     def _batches(self, epoch: Epoch, items: Iterator[Any], cut: Cut, begun_at: Position) -> Iterator[Iterable[Any]]:
         """The batches after `begun_at`, some at a time. Of those before, indices are drawn and no sample is loaded."""

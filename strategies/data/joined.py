@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from fabric.strategies.data.epochs import Part
 from fabric.strategies.data.partition import Cut
 from fabric.strategies.data.positions import once
-from fabric.strategies.data.share import Joined
+from fabric.strategies.data.share import Joined, Share
 from fabric.strategies.tensors.nests import opened
 
 
@@ -49,6 +49,11 @@ class JoinedCut(Cut):
 
     def refuse(self, num_items: int) -> str | None:
         return self.cut.refuse(num_items)
+
+
+def of_all_shares(cut: Cut, joined: Joined | None) -> Cut:
+    """The cut; of all shares in one batch, for a process that reads in place of several ranks."""
+    return cut if joined is None else JoinedCut(share=Share(), uneven=cut.uneven, cut=cut, joined=joined)
 
 
 @final

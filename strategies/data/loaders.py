@@ -31,7 +31,7 @@ from fabric.strategies.data.content import (
 from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch
 from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.iterable import PreparedStream, SplitStream, split_stream
-from fabric.strategies.data.joined import JoinedBatches, JoinedCut, JoinedStream
+from fabric.strategies.data.joined import JoinedBatches, JoinedStream, of_all_shares
 from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.partition import Cut, RoundRobinCut, SampleCut
 from fabric.strategies.data.positions import length_of, own_position
@@ -154,12 +154,6 @@ class _Setup:
         """This rank's share; that of rank 0 for a process that reads in place of several ranks."""
         return self.share if self.joined is None else self.joined.shares()[0]
 
-    def of_all_shares(self, cut: Cut) -> Cut:
-        """The cut, of all shares in one batch for a process that reads in place of several ranks."""
-        if self.joined is None:
-            return cut
-        return JoinedCut(share=Share(), uneven=cut.uneven, cut=cut, joined=self.joined)
-
     @property
     def evaluates_in_step(self) -> bool:
         """Whether the ranks evaluate, and must do so in equally many batches."""
@@ -247,7 +241,7 @@ def _indexed(loader: DataLoader[Any], setup: _Setup) -> Reading:
     order, seed, states = _order(process, loader, setup, shuffles=type(items) not in _WITHOUT_DRAWS)
     is_seeded = loader.num_workers > 0
     name, index = index_source(loader, setup.shares, setup.uneven, order, is_seeded=is_seeded)
-    index.cut = setup.of_all_shares(index.cut)
+    index.joined = setup.joined
     if order.is_shared:
         described = {
             "dataset": describe_dataset(loader.dataset),
@@ -327,7 +321,7 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
     cut: Cut = RoundRobinCut(share=share, uneven=setup.uneven)
     if batch_size is not None:
         cut = SampleCut(share=setup.shares, uneven=setup.uneven, batch_size=batch_size, drop_last=loader.drop_last)
-        cut = setup.of_all_shares(cut)
+        cut = of_all_shares(cut, setup.joined)
         parts = [split_stream(dataset, each) for each in setup.joined.shares()] if setup.joined is not None else []
         if split := [part for part in parts if isinstance(part, SplitStream)]:
             return _joined_parts(loader, split, batch_size, setup)
