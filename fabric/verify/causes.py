@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fabric.strategies.tensors.parameters import name_some
 from fabric.verify.comparison import Difference
@@ -81,12 +81,11 @@ def _of_gradients(reference: Record, run: Record, step: Step, other: Step, diffe
             yield _FACTOR.format(ranks=ranks)
 
 
-def _counts(ranks: object) -> Iterator[list[int]]:
-    assert isinstance(ranks, (list, tuple))
-    of: list[RankFacts] = list(ranks)
-    yield [rank.num_samples for rank in of]
-    for place in dict.fromkeys(place for rank in of for place in rank.counts):
-        yield [rank.counts.get(place, 0) for rank in of]
+def _counts(ranks: Sequence[RankFacts]) -> Iterator[list[int]]:
+    """What each rank has in a step: samples, and tokens by their place in the batch."""
+    yield [rank.num_samples for rank in ranks]
+    for place in dict.fromkeys(place for rank in ranks for place in rank.counts):
+        yield [rank.counts.get(place, 0) for rank in ranks]
 
 
 def _reads_other_samples(step: Step, other: Step) -> bool:

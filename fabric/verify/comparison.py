@@ -68,14 +68,15 @@ def compare(reference: Record, permuted: Record | None, run: Record, tolerance: 
     steps = min(len(reference.steps), len(run.steps))
     spreads = [] if permuted is None else [*map(_spread, reference.steps, permuted.steps)]
     eps = max(reference.eps, run.eps)
-    largest = 0.0
+    order = dict.fromkeys((*reference.order, *run.order))
+    places, largest = {name: place for place, name in enumerate(order)}, 0.0
     for number in range(-1, steps):
         is_measured = permuted is not None and tolerance is None and number >= 0
         if is_measured and not (number < len(spreads) and spreads[number] <= LARGEST_SPREAD):
             return Comparison(num_compared=number, difference=None, parted_at=number + 1, largest=largest)
         for kind, one, two, other in _tensors(reference, permuted, run, number):
             total = math.sqrt(sum(sketch[0] ** 2 for sketch in one.values()))
-            for name in sorted({*one, *other}, key=_place(reference, run)):
+            for name in sorted({*one, *other}, key=lambda name: (places.get(name, len(places)), name)):
                 if name not in one or name not in other:
                     found = Difference(
                         step=number + 1, kind=kind, name=name, reference=one.get(name), run=other.get(name)
@@ -133,20 +134,6 @@ def _tensors(
     two = permuted.steps[number] if permuted is not None and number < len(permuted.steps) else one
     yield "gradient", one.gradients, two.gradients, other.gradients
     yield "weight", one.weights, two.weights, other.weights
-
-
-def _place(*records: Record) -> Mapping[str, int] | _Place:
-    return _Place([name for record in records for name in record.order])
-
-
-class _Place:
-    """The place of a name in the order of forward; other names come last, by name."""
-
-    def __init__(self, order: list[str]) -> None:
-        self._places = {name: place for place, name in reversed([*enumerate(order)])}
-
-    def __call__(self, name: str) -> tuple[int, str]:
-        return self._places.get(name, len(self._places) * 2 + 1), name
 
 
 def _is_both_nan(one: Sketch, other: Sketch) -> bool:
