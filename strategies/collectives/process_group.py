@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, distributed_c10d
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
 
 from fabric.launchers.environments.defaults import default
 from fabric.launchers.process.network import require_interfaces
