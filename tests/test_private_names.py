@@ -295,7 +295,7 @@ if __name__ == "__main__":
 """
 NEEDED = {
     *("_C", "_disable_dynamo", "_apply", "_load_from_state_dict", "profile_hook_step", "_execution_engine"),
-    *("_world", "_orig_mod"),
+    *("_world", "_orig_mod", "_foreach_norm"),
     *("TorchDispatchMode", "tree_flatten", "tree_unflatten", "_BatchNorm"),
 }
 """Names without which torch itself could not import its compiler or do a step, and classes and functions that packages

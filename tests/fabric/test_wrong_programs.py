@@ -799,7 +799,6 @@ CORRECT = {
     "weights loaded on rank 0, and broadcast by hand": (
         *("ddp", "manual", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2"),
     ),
-    "gradients averaged by hand": ("ddp", "manual"),
     "frozen critic": (
         "ddp",
         "fsdp",
