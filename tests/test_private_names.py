@@ -243,10 +243,9 @@ def step(fabric):
         optimizer.zero_grad()
     return fabric.world_size
 
-def fully_shard():
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-    from fabric.lightning.strategies import FSDPStrategy
-    FSDPStrategy(auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}))
+def fully_shard():  # as the setup of a model in shards does
+    from fabric.strategies.torch_internals import require_fully_shard
+    require_fully_shard()
 
 def compile():  # as the first call of a compiled forward does
     from fabric.strategies.torch_internals import require_compiler
