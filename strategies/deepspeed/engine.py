@@ -531,8 +531,8 @@ _MOVED = (
     "values into it: `parameter.data.copy_(values)`."
 )
 _LOST = (
-    "`{name}` was changed in place, but at ZeRO stage 3 a weight is an empty tensor between forwards, and a copy within "
-    "them: the change is lost. Write it on every rank within `with fabric.gathered(model, write=True):`, and read "
+    "`{name}` was changed in place, but at ZeRO stage 3 a weight is an empty tensor between forwards, and a copy during "
+    "forward: the change is lost. Write it on every rank within `with fabric.gathered(model, write=True):`, and read "
     "weights within `with fabric.gathered(model):`."
 )
 _RUN_TWICE = (
