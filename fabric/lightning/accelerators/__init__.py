@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from fabric.lightning.accelerators.accelerator import Accelerator, view_of
-from fabric.lightning.accelerators.cpu import CPUAccelerator
+from fabric.lightning.accelerators.accelerator import (
+    Accelerator,
+    CPUAccelerator,
+    MPSAccelerator,
+    XLAAccelerator,
+    view_of,
+)
 from fabric.lightning.accelerators.cuda import CUDAAccelerator, find_usable_cuda_devices
-from fabric.lightning.accelerators.mps import MPSAccelerator
-from fabric.lightning.accelerators.xla import XLAAccelerator
 
 __all__ = [
     "Accelerator",
