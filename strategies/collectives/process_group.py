@@ -48,9 +48,10 @@ from fabric.strategies.collectives.collective import (
     check_peer,
     check_slices,
     check_split,
+    forget_in_forks,
+    in_a_fork,
 )
 from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
-from fabric.strategies.collectives.forks import forget_in_forks, in_a_fork
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.tensors.packing import Spec, as_bytes
 

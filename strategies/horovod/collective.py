@@ -33,9 +33,10 @@ from fabric.strategies.collectives.collective import (
     check_peer,
     check_slices,
     check_split,
+    forget_in_forks,
+    in_a_fork,
 )
 from fabric.strategies.collectives.dtypes import from_reduced, reduce_stacked, to_reducible
-from fabric.strategies.collectives.forks import forget_in_forks, in_a_fork
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.horovod.rendezvous import RendezvousServer
 from fabric.strategies.horovod.timeout import Watch
