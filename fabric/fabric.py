@@ -954,14 +954,7 @@ class Fabric:
         self._place = world if world.size > 1 else None
         self._moments, weighting = Moments(changed=self._follow_batches), Weighting(runtime)
         self._accumulation = Accumulation()
-        self._set_up = SetUp(
-            runtime,
-            chosen.strategy,
-            self._moments,
-            self._accumulation,
-            weighting,
-            self._open,
-        )
+        self._set_up = SetUp(runtime, chosen.strategy, self._moments, self._accumulation, weighting, self._open)
         self._backward = LossBackward(runtime, self._set_up, self._accumulation, weighting, self._moments)
         self._open.callback(self._forget)  # before the teardown: models hold on to the process group
         self._open.callback(self._set_up.detach)

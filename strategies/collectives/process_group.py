@@ -84,14 +84,7 @@ class TorchCollective(CarriesObjects):
     tensors. `timeout_seconds`: how long a call waits for the other ranks; torch's own for gloo.
     """
 
-    def __init__(
-        self,
-        world: World,
-        backend: str,
-        *,
-        device: torch.device,
-        timeout_seconds: float = 1800.0,
-    ) -> None:
+    def __init__(self, world: World, backend: str, *, device: torch.device, timeout_seconds: float = 1800.0) -> None:
         self._world = world
         self.device: torch.device = device
         self._backends = f"cpu:gloo,{device.type}:{backend}" if device.type != "cpu" and ":" not in backend else backend

@@ -133,11 +133,7 @@ class ParallelStrategy(Strategy):
 
 
 def processes(
-    where: str,
-    process_group_backend: str | None,
-    timeout: timedelta | None,
-    start_method: str = "popen",
-    **given: Any,
+    where: str, process_group_backend: str | None, timeout: timedelta | None, start_method: str = "popen", **given: Any
 ) -> dict[str, Any]:
     """The core's options for processes. `said`: arguments that belong to `Fabric`; None if not passed.
 
