@@ -37,12 +37,6 @@ class Accelerator:
         """Does nothing: `fabric.close()` releases devices."""
 
 
-def view_of(name: str) -> Accelerator:
-    """An accelerator that Lightning Fabric has no class for, such as xpu."""
-    kind: type[Accelerator] = type(f"{name.upper()}Accelerator", (Accelerator,), {"device_type": name})
-    return kind()
-
-
 @final
 class CPUAccelerator(Accelerator):
     """`accelerator="cpu"`: the processor."""
