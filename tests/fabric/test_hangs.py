@@ -105,7 +105,7 @@ def test_the_table_shows_collectives_of_every_backend(tmp_path: Path, strategy: 
     with running(hanging(tmp_path, "python", strategy)) as program:
         output = read_until(program, LATE["python"].removesuffix(": runs Python"))
     assert re.search(
-        r"rank 0  (fabric\.backward, |forward of a module, )?program\.py:\d+ in <module>, after 2 steps( and \d+ forwards)?: waits in ",
+        r"rank 0  {CALLED}program\.py:\d+ in <module>, after 2 steps( and \d+ forwards)?: waits in ",
         output,
     )
 
@@ -260,7 +260,7 @@ def test_a_save_of_one_rank_is_named_with_its_line_and_step(tmp_path: Path, stra
     steps = f"after {number + 1} step{'s' * (number > 0)}"
     assert re.search(rf"rank 0:? +fabric\.save, \S*program\.py:{SAVE} in <module>, {steps}", output), output
     assert re.search(
-        rf"rank 1:? +(\w+, at |fabric\.backward, |forward of a module, )?\S*program\.py:{BACKWARD} in <module>, {steps}",
+        rf"rank 1:? +(\w+, at )?{CALLED}\S*program\.py:{BACKWARD} in <module>, {steps}",
         output,
     )
 
@@ -270,7 +270,7 @@ def test_a_rank_that_leaves_its_loop_ends_the_job_without_a_traceback_of_gloo(tm
     output = end_alone(tmp_path, "leaves", strategy, "4")
     first, last = output.rstrip().splitlines()[0], output.rstrip().splitlines()[-1]
     assert re.match(
-        rf"rank 0 of 2, \d+ ms \w+, at (fabric\.backward, |forward of a module, )?\S*program\.py:{BACKWARD} in <module>, after 5 st",
+        rf"rank 0 of 2, \d+ ms \w+, at {CALLED}\S*program\.py:{BACKWARD} in <module>, after 5 st",
         first,
     )
     why = r"rank 1 of 2 failed first: left with exit code 0 after 5 steps( and \d+ forwards)? while other ranks still "
