@@ -105,9 +105,9 @@ class CheckpointDirectory:
         wrong = fabric.collective.broadcast_object(self._wrong(step, metric))
         if wrong is not None:
             raise ValueError(wrong)
-        fabric.wait_for_save()  # a checkpoint that it has not completed yet would be taken for the remains of a dead
-        job folder = from_rank_zero(fabric.collective, self._storage, lambda: self._next(step, metric)) return
-        fabric.save(
+        fabric.wait_for_save()  # a checkpoint that is not complete yet would be taken for the remains of a dead job
+        folder = from_rank_zero(fabric.collective, self._storage, lambda: self._next(step, metric))
+        return fabric.save(
             self._storage.inside(folder).path,
             state,
             filter,
