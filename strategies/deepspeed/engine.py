@@ -531,7 +531,7 @@ _MOVED = (
     "values into it: `parameter.data.copy_(values)`."
 )
 _LOST = (
-    "`{name}` was changed in place, but at ZeRO stage 3 a weight is an empty tensor between forwards, and a copy during "
+    "`{name}` was changed in place, but at ZeRO stage 3 a weight is an empty tensor between forwards, and a copy in "
     "forward: the change is lost. Write it on every rank within `with fabric.gathered(model, write=True):`, and read "
     "weights within `with fabric.gathered(model):`."
 )
