@@ -222,11 +222,14 @@ $(LINT)/copy.done: $(LINT)/lint.done $(shell find fabric strategies launchers -n
 	$(ALONE) $(LINT)/bin/python $(PIP_INSTALL) --no-deps --force-reinstall .
 	touch $@
 
-# Other people's packages are resolved together and once; ours goes beside them.
+# Other people's packages are resolved together and once, each at its newest: the lower bounds are the newest when they
+# were written, so that none is held back unseen. litgpt, which would hold transformers at 5.3, is installed without its
+# requirements; jsonargparse is the only one that is not here already. Ours goes beside them.
 $(CLIENTS)/test.done: $(CLIENTS)/torch.done $(SAYS)
-	$(CLIENTS)/bin/python $(PIP_INSTALL) 'datasets>=4,<5' 'lightning>=2.6.6,<2.7' 'litgpt>=0.5.13,<0.6' \
-	    'peft>=0.19,<1' 'pytest>=8' 'pytest-timeout>=2.3' 'rich>=14.1' 'setuptools>=77' 'torchao>=0.18,<0.19' \
-	    'transformers>=5.3,<6' gymnasium pytorch-optimizer schedulefree tensordict torch-geometric vector-quantize-pytorch
+	$(CLIENTS)/bin/python $(PIP_INSTALL) 'accelerate>=1.15' 'datasets>=5.2' 'jsonargparse[signatures]>=4.37,<=4.41' \
+	    'lightning>=2.6.6' 'peft>=0.21' 'pytest>=8' 'pytest-timeout>=2.3' 'rich>=14.1' 'setuptools>=77' 'torchao>=0.18' \
+	    'transformers>=5.24' gymnasium pytorch-optimizer schedulefree tensordict torch-geometric vector-quantize-pytorch
+	$(CLIENTS)/bin/python $(PIP_INSTALL) --no-deps 'litgpt>=0.5.13'
 	$(ALONE) $(CLIENTS)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '.[deepspeed,fairscale]'
 	touch $@
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from fabric.checks.check import Check, Moments
 from fabric.checks.nonfinite import Divergence, GradientGuard, OnNonfinite
-from fabric.checks.sanitizer import Sanitize, Sanitizer
+from fabric.checks.sanitizer import Sanitize, Sanitizer, Watch
 from fabric.configure.arguments import check_limits, check_loader_options, check_module, check_optimizers, check_word
 from fabric.configure.determinism import determinism
 from fabric.configure.machine import Machine
@@ -954,18 +954,11 @@ class Fabric:
         self._place = world if world.size > 1 else None
         self._moments, weighting = Moments(changed=self._follow_batches), Weighting(runtime)
         self._accumulation = Accumulation()
-        self._set_up = SetUp(
-            runtime,
-            chosen.strategy,
-            self._moments,
-            self._accumulation,
-            weighting,
-            self._open,
-        )
+        self._set_up = SetUp(runtime, chosen.strategy, self._moments, self._accumulation, weighting, self._open)
         self._backward = LossBackward(runtime, self._set_up, self._accumulation, weighting, self._moments)
         self._open.callback(self._forget)  # before the teardown: models hold on to the process group
         self._open.callback(self._set_up.detach)
-        self._moments.add(*self._request.checks, *self._sanitizer(world))
+        self._moments.add(*self._request.checks, *self._sanitizer(runtime))
         for moment in self._moments.connected:
             moment(runtime)
 
@@ -999,30 +992,32 @@ class Fabric:
             close_files()
             os._exit(1)
 
-    def _sanitizer(self, world: World) -> list[Check]:
+    def _sanitizer(self, runtime: Runtime) -> list[Check]:
         """What compares the ranks. Not on devices that record a step: reading a number would end its graph there."""
         strategy, objects = self.strategy, self._objects
         if self._request.sanitize is False or strategy.marks_steps:
             return []
         divergence = Divergence(objects.steps, lambda: objects.models.values())
-        if world.size == 1:
+        if runtime.world.size == 1:
             return [divergence]
-        return [
+        watch = Watch(
+            runtime,
+            self._request.sanitize,
+            self._moments,
+            objects.steps,
+            objects.state_access,
+            objects.unprepared,
             divergence,
-            Sanitizer(
-                self._request.sanitize,
-                self._moments,
-                objects.steps,
-                objects.state_access,
-                objects.unprepared,
-                divergence,
-                is_comparable=lambda model: strategy.sets_up_one_model or model.sync.is_replicated,
-                has_whole_gradients=lambda model: (
-                    model.trained is None and (model.sync.is_replicated or not strategy.in_shards)
-                ),
-                sees_collectives=strategy.uses_process_groups,
+            sees_collectives=strategy.uses_process_groups,
+        )
+        sanitizer = Sanitizer(
+            watch,
+            is_comparable=lambda model: strategy.sets_up_one_model or model.sync.is_replicated,
+            has_whole_gradients=lambda model: (
+                model.trained is None and (model.sync.is_replicated or not strategy.in_shards)
             ),
-        ]
+        )
+        return [divergence, sanitizer]
 
     def _follow_batches(self) -> None:
         """Have loaders call checks only while one wants their batches."""

@@ -13,8 +13,8 @@ import torch
 
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.data.apart import DrawsApart
 from fabric.strategies.data.loop_progress import LoopProgress
+from fabric.strategies.data.rng import DrawsApart
 from fabric.strategies.data.share import Share, Uneven
 from fabric.strategies.data.transfer import Carry
 from fabric.strategies.precision.forward_precision import dtype_of_new_tensors

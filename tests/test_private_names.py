@@ -243,10 +243,9 @@ def step(fabric):
         optimizer.zero_grad()
     return fabric.world_size
 
-def fully_shard():
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-    from fabric.lightning.strategies import FSDPStrategy
-    FSDPStrategy(auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}))
+def fully_shard():  # as the setup of a model in shards does
+    from fabric.strategies.torch_internals import require_fully_shard
+    require_fully_shard()
 
 def compile():  # as the first call of a compiled forward does
     from fabric.strategies.torch_internals import require_compiler
@@ -295,7 +294,7 @@ if __name__ == "__main__":
 """
 NEEDED = {
     *("_C", "_disable_dynamo", "_apply", "_load_from_state_dict", "profile_hook_step", "_execution_engine"),
-    *("_world", "_orig_mod"),
+    *("_world", "_orig_mod", "_foreach_norm"),
     *("TorchDispatchMode", "tree_flatten", "tree_unflatten", "_BatchNorm"),
 }
 """Names without which torch itself could not import its compiler or do a step, and classes and functions that packages

@@ -72,12 +72,7 @@ class Checkpoints:
         self._background.close()
 
     def load(
-        self,
-        path: Path,
-        state: MutableMapping[str, Any] | None,
-        *,
-        strict: bool,
-        resume_loaders: bool,
+        self, path: Path, state: MutableMapping[str, Any] | None, *, strict: bool, resume_loaders: bool
     ) -> dict[str, Any]:
         """See `Fabric.load`."""
         if state is not None:

@@ -107,21 +107,10 @@ class CheckpointDirectory:
             raise ValueError(wrong)
         fabric.wait_for_save()  # a checkpoint that is not complete yet would be taken for the remains of a dead job
         folder = from_rank_zero(fabric.collective, self._storage, lambda: self._next(step, metric))
-        return fabric.save(
-            self._storage.inside(folder).path,
-            state,
-            filter,
-            blocking,
-            after_commit=self._remove_old,
-        )
+        return fabric.save(self._storage.inside(folder).path, state, filter, blocking, after_commit=self._remove_old)
 
     def load(
-        self,
-        fabric: Fabric,
-        state: MutableMapping[str, Any],
-        strict: bool = True,
-        *,
-        resume_loaders: bool = True,
+        self, fabric: Fabric, state: MutableMapping[str, Any], strict: bool = True, *, resume_loaders: bool = True
     ) -> str | None:
         """Load the newest complete checkpoint as `fabric.load`, and return its path; None where there is none.
 

@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, TypeAlias, final
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -68,34 +67,22 @@ class WatchedSteps:
 class Sanitizer(Check):
     """Tells the watch what was set up, and attaches it to the steps that are watched.
 
-    `steps`: the counters of all prepared optimizers; `access_of`: the access to the state of one; `unprepared`: what is
-    known of other optimizers. `is_comparable(model)`: whether all ranks set it up, and call `fabric.backward` together.
+    `is_comparable(model)`: whether all ranks set it up, and call `fabric.backward` together.
     `has_whole_gradients(model)`: whether every rank has the averaged gradients of all of the model when its optimizer
-    steps. `sees_collectives`: whether they are those of torch.distributed.
+    steps.
     """
 
     def __init__(
         self,
-        sanitize: Sanitize,
-        moments: Moments,
-        steps: Mapping[Optimizer, StepCounter],
-        access_of: Callable[[Optimizer], StateAccess],
-        unprepared: UnpreparedOptimizers,
-        divergence: Divergence,
+        watch: Watch,
         *,
         is_comparable: Callable[[Prepared], bool],
         has_whole_gradients: Callable[[Prepared], bool],
-        sees_collectives: bool,
     ) -> None:
-        self._is_comparable, self._has_whole_gradients = is_comparable, has_whole_gradients
-        self._is_always = sanitize == "always"
-        self._watch_of = partial(
-            _Watch, WatchedSteps(sanitize), moments, steps, access_of, unprepared, divergence, sees_collectives
-        )
+        self._watch, self._is_comparable, self._has_whole_gradients = watch, is_comparable, has_whole_gradients
 
     def connected(self, runtime: Runtime) -> None:
-        self._watch = self._watch_of(runtime)
-        if self._is_always:
+        if self._watch.watched.sanitize == "always":
             self._watch.begin()
             self._watch.compare_collectives()
 
@@ -124,21 +111,26 @@ class _Model:
 
 
 @final
-class _Watch(Check):
-    """Compares after each synchronised backward, while it is attached."""
+class Watch(Check):
+    """Compares after each synchronised backward, while it is attached.
+
+    `steps`: the counters of all prepared optimizers; `access_of`: the access to the state of one; `unprepared`: what is
+    known of other optimizers. `sees_collectives`: whether the strategy's collectives are those of torch.distributed.
+    """
 
     def __init__(
         self,
-        watched: WatchedSteps,
+        runtime: Runtime,
+        sanitize: Sanitize,
         moments: Moments,
         steps: Mapping[Optimizer, StepCounter],
         access_of: Callable[[Optimizer], StateAccess],
         unprepared: UnpreparedOptimizers,
         divergence: Divergence,
+        *,
         sees_collectives: bool,
-        runtime: Runtime,
     ) -> None:
-        self._watched, self._moments, self._steps, self._runtime = watched, moments, steps, runtime
+        self.watched, self._moments, self._steps, self._runtime = WatchedSteps(sanitize), moments, steps, runtime
         self._access_of, self._sees_collectives = access_of, sees_collectives
         self._unprepared, self._divergence = unprepared, divergence
         self._everyone = tuple(range(runtime.world.size))
@@ -217,8 +209,8 @@ class _Watch(Check):
     def _end_if_over(self) -> None:
         """End the watch, and plan the next one, if neither the step of the last backward nor the next is watched."""
         number = self._moments.num_backwards - self._first
-        if number not in self._watched and number + 1 not in self._watched:
-            self._moments.due_at = self._first + self._watched.after(number) - 1
+        if number not in self.watched and number + 1 not in self.watched:
+            self._moments.due_at = self._first + self.watched.after(number) - 1
             self._moments.remove(self)
 
     def removed(self) -> None:

@@ -74,11 +74,7 @@ def grace_against_a_foreign_world(request: Request, machine: Machine) -> str | N
 
 def place_of_a_node(request: Request, machine: Machine) -> str | None:
     """Node rank and address of node 0: where they are not needed, or missing."""
-    place = {
-        "--node-rank": request.node_rank,
-        "--main-address": request.main_address,
-        "--main-port": request.main_port,
-    }
+    place = {"--node-rank": request.node_rank, "--main-address": request.main_address, "--main-port": request.main_port}
     written = " ".join(f"{option} {value}" for option, value in place.items() if value is not None)
     world, nodes = machine.world, request.num_nodes
     if world is not None and world.launcher in OURS:

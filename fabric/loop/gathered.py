@@ -39,7 +39,7 @@ def gathered(
         copies = {each: nn.Parameter(copy.detach(), each.requires_grad) for each, copy in copies.items()}
     places = [_Place(part, copies) for part in module.modules()]
     versions = [copy._version for copy in copies.values()]
-    hooks = [hook for place in places if write and place.own for hook in place.hooks()]
+    hooks = [hook for place in places if write and place.has_dtensors for hook in place.hooks()]
     for place in places:
         place.put(1)
     try:
@@ -76,6 +76,7 @@ class _Place:
     def __init__(self, part: nn.Module, copies: Mapping[Any, Tensor]) -> None:
         self.part, self.present = part, cast(dict[str, Any], part._parameters)
         self.own = {name: (each, copies[each]) for name, each in self.present.items() if each in copies}
+        self.has_dtensors = any(as_sharded(each) is not None for each, _ in self.own.values())
 
     def put(self, which: int) -> None:
         """0: the parameters, 1: the copies."""

@@ -203,7 +203,12 @@ class SetUp:
             if given is None:
                 chosen = [each for each in known if held[each] or each in model.optimizers]
             rest = set[Tensor]().union(*held.values()).difference(parameters_of(first) if first else ())
-            if first in known and rest and (held[first] or self._model_of(first) not in (None, model)):
+            if (
+                first is not None
+                and first in known
+                and rest
+                and (held[first] or self._model_of(first) not in (None, model))
+            ):
                 name = user_class(model.module).__name__
                 raise ValueError(_OF_A_PART.format(model=name, optimizer=type(first).__name__, count=len(rest)))
         if not chosen or any(each not in known for each in chosen):

@@ -72,13 +72,7 @@ def check(
     Raises: AssertionError: neither holds, with the seed; ValueError: the strategy cannot run with these arguments.
     """
     (finding,) = survey(
-        strategy,
-        [case],
-        devices=devices,
-        precision=precision,
-        accelerator=accelerator,
-        tolerance=tolerance,
-        seed=seed,
+        strategy, [case], devices=devices, precision=precision, accelerator=accelerator, tolerance=tolerance, seed=seed
     )
     if finding.result == "failed":
         raise AssertionError(f"{case.name} ({case.claim}) over {strategy!r}, {devices} devices: {finding.message}")

@@ -73,7 +73,7 @@ def _lost_in_a_fork(device_type: str | None) -> str | None:
     """
     torch: Any = sys.modules.get("torch")
     accelerator = torch and torch.accelerator.current_accelerator(check_available=False)
-    module = torch.get_device_module(accelerator) if accelerator else None
+    module: Any = torch.get_device_module(accelerator) if accelerator else None
     is_lost = getattr(module, "_is_in_bad_fork", getattr(module, "is_initialized", bool))
     pid = fork()
     if pid == 0:

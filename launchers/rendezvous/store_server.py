@@ -47,11 +47,7 @@ class MeetingPoint:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         self._store = TCPStore(
-            "127.0.0.1",
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=self._socket.detach(),
+            "127.0.0.1", self.port, is_master=True, wait_for_workers=False, master_listen_fd=self._socket.detach()
         )
 
     def end_waits(self) -> None:

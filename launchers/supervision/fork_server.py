@@ -88,11 +88,7 @@ class ForkServer:
             return int(NUMBER.unpack(status)[0]) if status else -signal.SIGKILL
 
         return Child(
-            rank=world.rank,
-            pid=NUMBER.unpack(answer)[0],
-            exit_fd=status_reader,
-            reap=reap,
-            report_fd=report_reader,
+            rank=world.rank, pid=NUMBER.unpack(answer)[0], exit_fd=status_reader, reap=reap, report_fd=report_reader
         )
 
     def close(self) -> None:

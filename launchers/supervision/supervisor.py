@@ -344,12 +344,7 @@ class Supervisor:
 
 
 def supervise(
-    topology: Topology,
-    launcher: str,
-    start: Callable[[World], Child],
-    *,
-    expects_results: bool,
-    max_restarts: int = 0,
+    topology: Topology, launcher: str, start: Callable[[World], Child], *, expects_results: bool, max_restarts: int = 0
 ) -> Supervisor:
     """Start the ranks of this node, each by `start`, and return their supervisor once all have ended.
 

@@ -161,13 +161,7 @@ class Watcher:
             kind, words = "loader", "waits for a worker of its DataLoader"
         progress = self._progress()
         return Activity(
-            rank=self._world.rank,
-            kind=kind,
-            words=words,
-            where=where,
-            progress=progress,
-            seconds=seconds,
-            calls=calls,
+            rank=self._world.rank, kind=kind, words=words, where=where, progress=progress, seconds=seconds, calls=calls
         )
 
     # The thread

@@ -134,10 +134,7 @@ def load(collective: Collective, storage: Storage) -> Any:
 
 
 def refuse_unread(
-    collective: Collective,
-    storage: Storage,
-    problem: Exception | None,
-    kind: type[CheckpointError] = CheckpointError,
+    collective: Collective, storage: Storage, problem: Exception | None, kind: type[CheckpointError] = CheckpointError
 ) -> None:
     """Raise CheckpointError on every rank if any has a problem. Costs one small all-reduce if none has. Ranks: all.
 

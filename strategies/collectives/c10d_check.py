@@ -100,7 +100,7 @@ def _register_kernels() -> Any:
 
 def _operators() -> Iterator[tuple[str, Any]]:
     """The operators of `c10d` in this torch that all ranks of a group call, also those that are in no list here."""
-    of_torch = getattr(torch._C, "_dispatch_get_all_op_names", list)()
+    of_torch: list[str] = getattr(torch._C, "_dispatch_get_all_op_names", list)()
     for name in {*OPERATORS, *(name[6:] for name in of_torch if name.startswith("c10d::"))}.difference(NOT_COMPARED):
         if overloads := getattr(torch.ops.c10d, name, None):
             yield name, overloads.default

@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, distributed_c10d
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
 
 from fabric.launchers.environments.defaults import default
 from fabric.launchers.process.network import require_interfaces
@@ -48,9 +49,10 @@ from fabric.strategies.collectives.collective import (
     check_peer,
     check_slices,
     check_split,
+    forget_in_forks,
+    in_a_fork,
 )
 from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
-from fabric.strategies.collectives.forks import forget_in_forks, in_a_fork
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.tensors.packing import Spec, as_bytes
 
@@ -83,14 +85,7 @@ class TorchCollective(CarriesObjects):
     tensors. `timeout_seconds`: how long a call waits for the other ranks; torch's own for gloo.
     """
 
-    def __init__(
-        self,
-        world: World,
-        backend: str,
-        *,
-        device: torch.device,
-        timeout_seconds: float = 1800.0,
-    ) -> None:
+    def __init__(self, world: World, backend: str, *, device: torch.device, timeout_seconds: float = 1800.0) -> None:
         self._world = world
         self.device: torch.device = device
         self._backends = f"cpu:gloo,{device.type}:{backend}" if device.type != "cpu" and ":" not in backend else backend

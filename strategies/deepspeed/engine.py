@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import attrgetter
 from types import MethodType
 from typing import Any, final
 
@@ -65,8 +66,10 @@ class Engine(GradientSync):
             groups, self._offloads = self.zero.bit16_groups, bool(self.zero.cpu_offload)
             self._flats = self.zero.single_partition_of_fp32_groups
         self.trained: list[Tensor] = [parameter for group in groups for parameter in group]
-        self._addresses = list(map(Tensor.data_ptr, self.trained))
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        self._watched = list(self._names) if stage == 3 else self.trained
+        self._place: Callable[[Tensor], int] = attrgetter("_version") if stage == 3 else Tensor.data_ptr
+        self._places = list(map(self._place, self._watched))
         synchronised = broadcast_buffers and runtime.world.size > 1
         self._buffered = [part for part in module.modules() if part._buffers] if synchronised else []
         broadcast_from_rank_zero(runtime.collective, buffers_of(self._buffered))
@@ -378,14 +381,15 @@ class Engine(GradientSync):
     def _take_changed_weights(self) -> None:
         """Write what the program has changed in the weights since the last step into the shards that DeepSpeed trains.
 
-        At stage 3 there is nothing to take: between forwards a weight is an empty tensor.
+        At stage 3 there is nothing to take: between forwards a weight is an empty tensor, and a change of it is lost.
+        Its version counter shows one, except through `.data`.
         """
+        places = list(map(self._place, self._watched))
+        if places != self._places:
+            moved = next(n for n, place in enumerate(places) if place != self._places[n])
+            raise RuntimeError((_LOST if self.stage == 3 else _MOVED).format(name=self._names[self._watched[moved]]))
         if self.stage == 3:
             return
-        addresses = list(map(Tensor.data_ptr, self.trained))
-        if addresses != self._addresses:
-            moved = next(n for n, address in enumerate(addresses) if address != self._addresses[n])
-            raise RuntimeError(_MOVED.format(name=self._names[self.trained[moved]]))
         for parts, trained in zip(self.zero.parallel_partitioned_bit16_groups, self._flats, strict=True):
             weight = parts[self.runtime.world.rank]
             trained.data.copy_(weight if weight.dtype == trained.dtype else as_changed(trained.data, weight))
@@ -527,6 +531,11 @@ _CLIPPED = (
 _MOVED = (
     "`{name}.data` was replaced after `fabric.setup`, but DeepSpeed trains the tensor that it had then. Write the "
     "values into it: `parameter.data.copy_(values)`."
+)
+_LOST = (
+    "`{name}` was changed in place, but at ZeRO stage 3 a weight is an empty tensor between forwards, and a copy in "
+    "forward: the change is lost. Write it on every rank within `with fabric.gathered(model, write=True):`, and read "
+    "weights within `with fabric.gathered(model):`."
 )
 _RUN_TWICE = (
     "A second backward through one forward of `{name}`: at ZeRO stage 3 the weights were released after the first. Add "

@@ -136,8 +136,8 @@ class ZeroState(StateAccess):
                 "same shapes."
             )
         if self.stage == 3:
-            with torch.no_grad(), GatheredParameters([tensor], modifier_rank=0, enabled=is_sharded(tensor)):
-                tensor.copy_(value)
+            with GatheredParameters([tensor], modifier_rank=0, enabled=is_sharded(tensor)):
+                tensor.data.copy_(value)  # does not count as a change by the program, see `Engine`
         if id(tensor) in self.trained:
             self._write_shard(tensor, value, None)
 

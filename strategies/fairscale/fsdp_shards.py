@@ -104,8 +104,7 @@ def _cut_state(collective: Collective, optimizer: Optimizer, content: dict[str, 
     by_index = by_saved_index(optimizer, content)
     known = {index: entries for index, entries in content["state"].items() if index in by_index}
     return map_state(
-        {**content, "state": known},
-        lambda index, name, value: _sliced_entry(name, value, by_index[index], collective),
+        {**content, "state": known}, lambda index, name, value: _sliced_entry(name, value, by_index[index], collective)
     )
 
 

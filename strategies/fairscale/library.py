@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -115,11 +114,13 @@ _PARTS = (
 )
 
 
-def clip_norm(optimizers: Sequence[Optimizer], *limits: Any, owned: Owned, runtime: Runtime) -> Tensor:
+def clip_norm(
+    optimizers: Sequence[Optimizer], max_norm: float, norm_type: float, strict: bool, *, owned: Owned, runtime: Runtime
+) -> Tensor:
     """Scale sharded gradients so that the norm over all ranks is at most the limit. Ranks: all call it."""
     for each in optimizers:
         owned(each)
-    return clipping.clip_norm(optimizers, *limits, runtime.loss_scaler, runtime.collective)
+    return clipping.clip_norm(optimizers, max_norm, norm_type, strict, runtime.loss_scaler, runtime.collective)
 
 
 def clip_value(optimizers: Sequence[Optimizer], clip_val: float, *, owned: Owned, runtime: Runtime) -> None:

@@ -14,6 +14,7 @@ dtypes are cast to one of these that holds all their values. It has no `send` an
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, cast, final
@@ -33,16 +34,17 @@ from fabric.strategies.collectives.collective import (
     check_peer,
     check_slices,
     check_split,
+    forget_in_forks,
+    in_a_fork,
 )
 from fabric.strategies.collectives.dtypes import from_reduced, reduce_stacked, to_reducible
-from fabric.strategies.collectives.forks import forget_in_forks, in_a_fork
 from fabric.strategies.collectives.objects import CarriesObjects
-from fabric.strategies.horovod.rendezvous import RendezvousServer
 from fabric.strategies.horovod.timeout import Watch
 from fabric.strategies.tensors.packing import Spec, as_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
 
 _LOGGER = logging.getLogger("fabric")
 
@@ -273,3 +275,27 @@ class HorovodCollective(CarriesObjects):
 def _like(content: Tensor, tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """View received bytes as a tensor of this shape, with the dtype of `tensor`."""
     return content.view(-1).view(tensor.dtype).view(*shape)
+
+
+@final
+class RendezvousServer:
+    """Horovod's rendezvous server, where ranks exchange their addresses: a key-value store over HTTP, run by rank 0.
+
+    Horovod's launcher runs one in the process that starts the ranks. Ours is in rank 0, so that ranks may be started by
+    any launcher: fork, script, torchrun, srun, mpirun. Serves from construction to `close`, on a port that the system
+    chooses. `host`: "" for all interfaces.
+    """
+
+    def __init__(self, host: str) -> None:
+        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+        self._server = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, name="horovod-rendezvous", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

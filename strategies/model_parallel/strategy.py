@@ -45,10 +45,9 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.fully_sharded import expose_outputs, mark_gathering, reshard_roots
-from fabric.strategies.sharding.gradient_sync import ShardedGradientSync
+from fabric.strategies.sharding.gradient_sync import MeshAveraging, ShardedGradientSync
 from fabric.strategies.sharding.layout import Parallelize, parallelize, refuse_cut
 from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, complete
-from fabric.strategies.sharding.mesh_averaging import MeshAveraging
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.parameters import name_some

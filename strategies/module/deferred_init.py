@@ -4,28 +4,37 @@
 A submodule with a `reset_parameters` fills its own tensors, in the order of `model.apply`: children first. Then
 `init_weights` of the model is called, if it has one. Then parameters that `init_weights` left alone, and that other
 calls initialised when the model was constructed (the last layer by zeros, LoRA's by peft), are initialised by these
-calls: see `init_calls.py`. Neither order nor random numbers depend on how the model is sharded: see `whole_draws.py`.
-Tensors that none of these fill have a marker value (NaN for floating point), and the first forward raises if it is
-still there. So any function may fill them until then (`fabric.load`, torch's `load_state_dict`, the user's own) without
-reporting it. Strategies that construct the module on the device write the marker in place of initial values. What
-nothing has filled before `setup` is then initialised in the same order, by the same functions (`initialize_empty`).
+calls: see `initialization.py`. Neither order nor random numbers depend on how the model is sharded: see Note [Whole
+draws]. Tensors that none of these fill have a marker value (NaN for floating point), and the first forward raises if it
+is still there. So any function may fill them until then (`fabric.load`, torch's `load_state_dict`, the user's own)
+without reporting it. Strategies that construct the module on the device write the marker in place of initial values.
+What nothing has filled before `setup` is then initialised in the same order, by the same functions
+(`initialize_empty`).
+
+# Note [Whole draws]
+torch fills each shard with random numbers of its own, so weights depend on the sharding, and ranks with one seed give
+different shards the same numbers. Here the full tensor is drawn, and then this rank's shard kept. Values that control a
+loop (`mask.any()`, `item()`) are those of the full tensor. All other operations (`mul_`, `zero_`, ...) are right on
+shards, or `DTensor` raises.
 """
 
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from itertools import chain
-from typing import final
+from typing import Any, final
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.module.initialization import NotedCalls, repeat_call, take_calls
-from fabric.strategies.module.whole_draws import WholeDraws
-from fabric.strategies.tensors.dtensor import local_part, user_class
+from fabric.strategies.tensors.dtensor import as_sharded, local_part, shard_like, user_class, whole
 
 _RESET = ("reset_parameters", "_reset_parameters")
 """The second is the name in torch's `nn.MultiheadAttention` and `nn.Transformer`."""
@@ -182,3 +191,42 @@ def _call(part: nn.Module, method: str) -> bool:
 def in_order_of_apply(root: nn.Module) -> list[nn.Module]:
     """The modules of a model, each once, children before parents: the order of `nn.Module.apply`."""
     return list(dict.fromkeys([*chain.from_iterable(map(in_order_of_apply, root.children())), root]))
+
+
+_ops = torch.ops.aten
+_DECISIONS = (_ops.any.default, _ops.all.default, _ops._local_scalar_dense.default)
+
+
+@final
+class WholeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context: random operations on a sharded tensor draw the numbers of the full tensor, on rank 0.
+
+    Ranks: all of `collective`, the same operations in the same order.
+    """
+
+    def __init__(self, device: torch.device, collective: Collective) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._collective = device, collective
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        sharded = as_sharded(args[0]) if args else None
+        if sharded is None:
+            return func(*args, **kwargs)
+        if func in _DECISIONS:
+            return func(whole(sharded), *args[1:], **kwargs)
+        empty = partial(torch.empty, dtype=sharded.dtype, device=self._device)
+        if func is _ops.new_empty.default:  # for `orthogonal_`: with the full size
+            return func(empty(()), *args[1:], **kwargs)
+        if func is _ops.copy_.default and as_sharded(args[1]) is None:
+            return self._give(sharded, args[1].to(sharded.dtype).expand(sharded.shape).contiguous())
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            drawn = func(empty(sharded.shape), *args[1:], **kwargs)
+            return self._give(sharded if func._schema.is_mutable else torch.empty_like(sharded), drawn)
+        return func(*args, **kwargs)
+
+    def _give(self, sharded: Tensor, values: Tensor) -> Tensor:
+        if self._collective.size > 1:
+            broadcast_from_rank_zero(self._collective, [values])
+        local_part(sharded).copy_(local_part(shard_like(values, sharded)))
+        return sharded

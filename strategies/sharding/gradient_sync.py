@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.gradients.averaging import average, redistribute
 from fabric.strategies.gradients.sync import INPUTS_OF_SHARDS, Finish, GradientSync, all_of
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.sharding.fully_sharded import FirstGather
-from fabric.strategies.sharding.layout import fsdp_modules
-from fabric.strategies.sharding.mesh_averaging import MeshAveraging
+from fabric.strategies.sharding.layout import DATA_AXES, fsdp_modules, unaveraged
+from fabric.strategies.sharding.mesh import along, degree
 from fabric.strategies.sharding.reductions import Reductions
 from fabric.strategies.tensors.dtensor import local_part, user_class
 
@@ -96,3 +97,43 @@ _NOT_GATHERED = (
     "`FSDPStrategy(auto_wrap_policy=None)`, which gathers the whole model at once. `fabric.strategy.units(model)` has "
     "their names."
 )
+
+
+@final
+class MeshAveraging:
+    """Gradient averaging of one model on a mesh, and whether the next backward synchronises.
+
+    Ranks: all create it together, one for each model.
+    """
+
+    def __init__(self, runtime: Runtime, module: nn.Module) -> None:
+        assert runtime.mesh is not None
+        by_axes = unaveraged(module, runtime.mesh)
+        data = tuple(axis for axis in DATA_AXES if degree(runtime.mesh, axis) > 1)
+        # Ranks whose models differ (pipeline stages) may need different groups, and all ranks must create each of them.
+        wanted = {axes for axes in (*by_axes, data) if axes}
+        wanted = wanted.union(*runtime.collective.all_gather_object(wanted))
+        groups = {axes: along(runtime.collective, runtime.mesh, axes).for_gradients() for axes in sorted(wanted)}
+        self.module = module
+        self.synced = True
+        self.parameters = list(module.parameters())
+        self.unaveraged = [(groups[axes], parameters) for axes, parameters in by_axes.items()]
+        self.data = groups[data] if data else None
+        """The ranks that hold the same part of the model, and read other data; None: there is no other."""
+        self.sharded = fsdp_modules(module)
+
+    def watch(self) -> Callable[[], None] | None:
+        """See `GradientSync.watch`."""
+        return self.average if self.synced else None
+
+    def average(self) -> None:
+        """Average all gradients that no wrapper reduces. Ranks: all, after the backward."""
+        redistribute(self.parameters)
+        for collective, parameters in self.unaveraged:
+            average(collective, parameters)
+
+    def set_synced(self, synced: bool) -> None:
+        """See `GradientSync.set_synced`."""
+        self.synced = synced
+        for part in self.sharded:
+            part.set_requires_gradient_sync(synced, recurse=False)

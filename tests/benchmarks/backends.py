@@ -166,7 +166,7 @@ def oss(fabric: Fabric, size: Size) -> Step:
 
 def fairscale_fsdp(fabric: Fabric, size: Size) -> Step:
     """FairScale's FullyShardedDataParallel, parameter by parameter, as the strategy has it; on the CPU by our patch."""
-    from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
+    from fabric.strategies.fairscale.fsdp_wrappers import fully_sharded_on_cpu
 
     wrap = fully_sharded_on_cpu()
     model, _ = size.make()

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabric import Fabric
-from fabric.checks.sanitizer import Sanitizer, WatchedSteps
+from fabric.checks.sanitizer import Watch, WatchedSteps
 
 BATCH, WIDTH, LAYERS = 32, 64, 4
 STEPS, WINDOW = 8, 4
@@ -97,10 +97,10 @@ def numbers(ours: Fabric) -> list[Row]:
             optimizer.step()
 
     def watched(batches: Iterable[Any]) -> None:
-        sanitizer = next(check for check in ours._moments.checks if isinstance(check, Sanitizer))
-        sanitizer._watched, ours._moments.due_at = WatchedSteps("always"), 0
+        watch = next(check for check in ours._moments.checks if isinstance(check, Watch))
+        watch.watched, ours._moments.due_at = WatchedSteps("always"), 0
         steps(batches)
-        sanitizer._watched = WatchedSteps(False)
+        watch.watched = WatchedSteps(False)
 
     by_itself: Any = DataLoader(Endless(), batch_size=None)  # what a loop may depend on is not read ahead
     ahead: Any = DataLoader(Endless(), batch_size=1, collate_fn=lambda batches: batches[0])

@@ -58,7 +58,7 @@ def gpt2() -> nn.Module:
         vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False, **no_dropout
     )
     model = GPT2LMHeadModel(config)
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     return model
 
 

@@ -23,9 +23,9 @@ NUM_FIRST_STEPS = 5
 
 # Of one rank, at every size, with what the backend itself sends.
 MESSAGES = {
-    "ddp": {"setup": 4, "loader": 4, "batch": 0, "step": 3, "clip": 0, "all_reduce": 2, "barrier": 1},
-    "fsdp": {"setup": 4, "loader": 4, "batch": 0, "step": 6, "clip": 1, "all_reduce": 2, "barrier": 1},
-    "deepspeed_stage_2": {"setup": 10, "loader": 4, "batch": 0, "step": 6, "clip": 1, "all_reduce": 2, "barrier": 1},
+    "ddp": {"setup": 4, "loader": 5, "batch": 0, "step": 3, "clip": 0, "all_reduce": 2, "barrier": 1},
+    "fsdp": {"setup": 4, "loader": 5, "batch": 0, "step": 6, "clip": 1, "all_reduce": 2, "barrier": 1},
+    "deepspeed_stage_2": {"setup": 10, "loader": 5, "batch": 0, "step": 6, "clip": 1, "all_reduce": 2, "barrier": 1},
 }
 
 

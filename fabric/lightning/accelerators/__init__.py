@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from fabric.lightning.accelerators.accelerator import Accelerator, view_of
-from fabric.lightning.accelerators.cpu import CPUAccelerator
+from fabric.lightning.accelerators.accelerator import Accelerator, CPUAccelerator, MPSAccelerator, XLAAccelerator
 from fabric.lightning.accelerators.cuda import CUDAAccelerator, find_usable_cuda_devices
-from fabric.lightning.accelerators.mps import MPSAccelerator
-from fabric.lightning.accelerators.xla import XLAAccelerator
 
 __all__ = [
     "Accelerator",
@@ -20,6 +17,10 @@ __all__ = [
 
 
 def accelerator_of(name: str) -> Accelerator:
-    """The accelerator of this name, an instance of Lightning Fabric's class name."""
+    """The accelerator of this name, an instance of Lightning Fabric's class name; of a new class where that library has
+    none, such as for xpu."""
     kinds = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator, "xla": XLAAccelerator}
-    return kinds[name]() if name in kinds else view_of(name)
+    kind: type[Accelerator] = kinds.get(name) or type(
+        f"{name.upper()}Accelerator", (Accelerator,), {"device_type": name}
+    )
+    return kind()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import final
+
 import torch
 
 from fabric.strategies.accelerators.registry import make_accelerator
@@ -35,7 +37,22 @@ class Accelerator:
         """Does nothing: `fabric.close()` releases devices."""
 
 
-def view_of(name: str) -> Accelerator:
-    """An accelerator that Lightning Fabric has no class for, such as xpu."""
-    kind: type[Accelerator] = type(f"{name.upper()}Accelerator", (Accelerator,), {"device_type": name})
-    return kind()
+@final
+class CPUAccelerator(Accelerator):
+    """`accelerator="cpu"`: the processor."""
+
+    device_type = "cpu"
+
+
+@final
+class MPSAccelerator(Accelerator):
+    """`accelerator="mps"`: Apple's GPUs."""
+
+    device_type = "mps"
+
+
+@final
+class XLAAccelerator(Accelerator):
+    """`accelerator="xla"`: TPUs."""
+
+    device_type = "xla"

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from fabric.lightning.strategies.ddp import DDPStrategy
+from fabric.lightning.strategies.ddp import DataParallelStrategy, DDPStrategy
 from fabric.lightning.strategies.deepspeed import DeepSpeedStrategy
-from fabric.lightning.strategies.dp import DataParallelStrategy
 from fabric.lightning.strategies.fsdp import FSDPStrategy
 from fabric.lightning.strategies.model_parallel import ModelParallelStrategy
-from fabric.lightning.strategies.parallel import ParallelStrategy
-from fabric.lightning.strategies.single_device import SingleDeviceStrategy
-from fabric.lightning.strategies.single_xla import SingleDeviceXLAStrategy
-from fabric.lightning.strategies.strategy import Strategy
-from fabric.lightning.strategies.xla import XLAStrategy
-from fabric.lightning.strategies.xla_fsdp import XLAFSDPStrategy
+from fabric.lightning.strategies.strategy import ParallelStrategy, SingleDeviceStrategy, Strategy
+from fabric.lightning.strategies.xla import SingleDeviceXLAStrategy, XLAFSDPStrategy, XLAStrategy
 from fabric.strategies.strategy import Strategy as CoreStrategy
 
 __all__ = [

@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from fabric.lightning.strategies.parallel import ParallelStrategy, processes, unknown
+from fabric.lightning.strategies.strategy import ParallelStrategy, processes, unknown
+from fabric.lightning.unsupported import FABRIC_ARGUMENTS, refuse_arguments
 from fabric.strategies.ddp.strategy import DDPStrategy as CoreDDP
+from fabric.strategies.dp import DataParallelStrategy as CoreDataParallel
 
 
 class DDPStrategy(ParallelStrategy):
@@ -47,3 +49,16 @@ class DDPStrategy(ParallelStrategy):
 
 
 _OPTIONS = ("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+
+
+class DataParallelStrategy(ParallelStrategy):
+    """Several devices of one process."""
+
+    def __init__(
+        self, accelerator: Any = None, parallel_devices: Any = None, checkpoint_io: Any = None, precision: Any = None
+    ) -> None:
+        given = {"accelerator": accelerator, "parallel_devices": parallel_devices}
+        refuse_arguments(
+            "DataParallelStrategy", {**given, "checkpoint_io": checkpoint_io, "precision": precision}, FABRIC_ARGUMENTS
+        )
+        self._core = CoreDataParallel()

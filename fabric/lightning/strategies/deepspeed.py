@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from fabric.lightning.strategies.parallel import ParallelStrategy, processes
+from fabric.lightning.strategies.strategy import ParallelStrategy, processes
 from fabric.lightning.unsupported import refuse_arguments, unsupported
 from fabric.strategies.deepspeed.config import read_config
 from fabric.strategies.deepspeed.strategy import DeepSpeedStrategy as CoreDeepSpeed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from fabric.lightning.strategies.parallel import ParallelStrategy, processes, unknown
+from fabric.lightning.strategies.strategy import ParallelStrategy, processes, unknown
 from fabric.lightning.unsupported import unsupported
 from fabric.strategies.fsdp.strategy import FSDPStrategy as CoreFSDP
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import nn
 
-from fabric.lightning.strategies.parallel import ParallelStrategy, processes
+from fabric.lightning.strategies.strategy import ParallelStrategy, processes
 from fabric.strategies.model_parallel.strategy import ModelParallelStrategy as CoreModelParallel
 from fabric.strategies.strategy import Strategy as CoreStrategy
 

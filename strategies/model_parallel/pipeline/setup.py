@@ -32,9 +32,9 @@ from fabric.strategies.optimizers.rebinding import rebinding
 from fabric.strategies.prepare import place, prepared
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.gradient_sync import MeshAveraging
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.mesh import along
-from fabric.strategies.sharding.mesh_averaging import MeshAveraging
 from fabric.strategies.sharding.sharded_state import ShardedState
 
 

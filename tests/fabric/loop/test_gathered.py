@@ -233,3 +233,30 @@ def test_what_reads_or_changes_shards_is_told_so(name: str) -> None:
     assert "was changed within `fabric.gathered`, where it is a copy" in changed
     assert read.startswith("Backward failed: RuntimeError: ")
     assert read.endswith("Read them in a `with fabric.gathered(model):`, where they are whole.")
+
+
+def changed_by_hand(fabric: Fabric, is_frozen: bool) -> str:
+    """What a step raises after slow weights (Lookahead), or a weight that is not trained, were written by hand."""
+    net = Net(False)
+    net.down.requires_grad_(not is_frozen)
+    model, optimizer = fabric.setup(net, AdamW(each for each in net.parameters() if each.requires_grad))
+    changed = [each for each in model.parameters() if each.requires_grad != is_frozen]
+    slow = [each.detach().clone() for each in changed]
+    for step in range(2):
+        if step == 1:
+            with torch.no_grad():
+                changed[0].copy_(slow[0])
+        optimizer.zero_grad()
+        fabric.backward(model(torch.ones(2, 4)).sum())
+        with pytest.raises(RuntimeError) if step == 1 else nullcontext() as caught:
+            optimizer.step()
+    return str(caught.value) if caught else ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_weight_that_is_changed_at_stage_3_outside_of_the_context_raises_in_the_next_step(is_frozen: bool) -> None:
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="deepspeed_stage_3")
+    told = fabric.launch(changed_by_hand, is_frozen)
+    assert told.startswith(f"`{'down' if is_frozen else 'up'}.weight` was changed in place, but at ZeRO stage 3")
+    assert "within `with fabric.gathered(model, write=True):`" in told

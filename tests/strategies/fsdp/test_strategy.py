@@ -462,6 +462,7 @@ def release_takes_off_what_is_ours(world: World) -> None:
     model, optimizer = make(Recipe())
     prepared = strategy.setup(runtime, model, [optimizer], True)
     model.mark_forward_method("loss")  # type: ignore[operator]
+    prepared.release_optimizers()
     prepared.release()
     ours = [
         name for part in model.modules() for name in vars(part) if name in ("forward", "loss", "mark_forward_method")
