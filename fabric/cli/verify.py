@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from fabric.cli.run import options_of, program_of
 from fabric.verify.record import Record, Step
-from fabric.verify.runs import Program, ProgramError, Verdict, verify_program
+from fabric.verify.runs import ProgramError, Verdict, Verification, start_program
 
 
 def verify(parsed: argparse.Namespace) -> int:
@@ -20,14 +21,16 @@ def verify(parsed: argparse.Namespace) -> int:
 
     Raises: ValueError: an option is wrong, there is no such script, or the program failed in a run.
     """
-    program = Program(
-        program=program_of(parsed.script, parsed.script_arguments, is_module=parsed.module),
+    program = program_of(parsed.script, parsed.script_arguments, is_module=parsed.module)
+    verification = Verification(
+        start=partial(start_program, program),
         options=options_of(parsed),
         num_steps=parsed.steps,
         keeps_dropout=parsed.keep_dropout,
+        tolerance=parsed.tolerance,
     )
     try:
-        verdict = verify_program(program, parsed.tolerance, parsed.against, parsed.save)
+        verdict = verification.run(parsed.against, parsed.save)
     except ProgramError as error:
         raise ValueError(str(error)) from error
     if parsed.json:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fabric.cli.run import program_of
-from fabric.verify.runs import Program, Verdict, verify_function, verify_program
+from fabric.verify.runs import Verdict, Verification, start_function, start_program
 
 
 def verify(
@@ -30,10 +31,12 @@ def verify(
     None: what rounding of this model does is measured. `options`: further options of `Fabric`: `precision`, `launcher`.
     Raises: ValueError: there is no such script. ProgramError: the program failed.
     """
-    asked = {"strategy": strategy, "devices": devices, **options}
+    asked = {"accelerator": "cpu", "strategy": strategy, "devices": devices, **options}
     if callable(program):
-        return verify_function(program, args, {"accelerator": "cpu", **asked}, steps, tolerance, keep_dropout)
-    identity = program_of(os.fspath(program), [str(each) for each in args], is_module=False)
-    words = {name: str(value) for name, value in asked.items()}
-    whole = Program(program=identity, options=words, num_steps=steps, keeps_dropout=keep_dropout)
-    return verify_program(whole, tolerance)
+        start = partial(start_function, program, args)
+    else:
+        script = program_of(os.fspath(program), [str(each) for each in args], is_module=False)
+        start = partial(start_program, script)
+    return Verification(
+        start=start, options=asked, num_steps=steps, keeps_dropout=keep_dropout, tolerance=tolerance
+    ).run()

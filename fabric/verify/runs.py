@@ -11,9 +11,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from fabric.configure.run_options import ProgramId, as_variable
 from fabric.strategies.data.rng import preserved_rngs
@@ -45,106 +46,84 @@ class Verdict:
     """None: nothing was compared."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """A program and the options of `fabric run` with which it is verified."""
+Options: TypeAlias = Mapping[str, Any]
+Start: TypeAlias = Callable[[Options, Recording], tuple[int, str]]
+"""Runs the program with these options of `Fabric`, recorded. Returns its exit code and its output."""
 
-    program: ProgramId
-    options: Mapping[str, str | bool] = field(default_factory=dict)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """How often and in which way a program is run."""
+
+    start: Start
+    options: Options
     num_steps: int = 8
     keeps_dropout: bool = False
-    timeout_seconds: float | None = None
+    tolerance: float | None = None
 
-    def record(self, name: str, options: Mapping[str, str | bool], folder: Path, **recorded: object) -> Record:
-        """Run the program, and read its record. Raises: ProgramError: it failed, or stopped without a record."""
-        path = folder / f"{name}.record"
-        recording = Recording(
-            path=str(path),
-            num_steps=self.num_steps,
-            keeps_dropout=self.keeps_dropout,
-            **recorded,  # type: ignore[arg-type]
-        )
-        variable = as_variable({**options, "record": recording.as_option()}, self.program)
-        with (folder / f"{name}.log").open("w+b") as log:
-            ended = subprocess.run(
-                [sys.executable, *self.program.arguments],
-                env={"PYTHONHASHSEED": "0", **os.environ, **variable},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=self.timeout_seconds,
-            )
-            log.seek(0)
-            said = log.read().decode(errors="replace").strip()
+    def run(self, against: str | None = None, save: str | None = None) -> Verdict:
+        """Run the program, and compare. `against`: a saved record, or a strategy; None: one process. `save`: a file for
+        the record. Raises: ProgramError: the program failed. ValueError: a record is damaged, or of another model."""
+        known = Record.load(Path(against)) if against is not None and _is_file(against) else None
+        with tempfile.TemporaryDirectory(prefix="fabric-verify-") as name:
+            record = partial(self._record, Path(name) / "record")
+            run = record("as asked", {"sanitize": "always", **self.options})
+            if save is not None:
+                run.save(Path(save))
+            if known is not None:
+                _refuse_other_model(known, run, str(against))
+                return judge(known, None, run, self.tolerance)
+            options = self._options("accelerator", "precision")
+            if against is not None:
+                others = {**options, **self._options("devices", "num_nodes"), "strategy": against}
+                return judge(record(f"under {against}", others), None, run, self.tolerance)
+            one = {**options, **REFERENCE}
+            reference = record("in one process", one, in_place_of=run.num_shares)
+            permuted = record("in one process, permuted", one, in_place_of=run.num_shares, permuted=True)
+        return judge(reference, permuted, run, self.tolerance)
+
+    def _record(self, path: Path, words: str, options: Options, **recorded: Any) -> Record:
+        recording = Recording(path=str(path), num_steps=self.num_steps, keeps_dropout=self.keeps_dropout, **recorded)
+        code, said = self.start(options, recording)
         if path.exists():
-            return Record.load(path)
-        if ended.returncode:
-            raise ProgramError(f"The program failed {name}, with exit code {ended.returncode}:\n{said}")
+            record = Record.load(path)
+            path.unlink()
+            return record
+        if code:
+            raise ProgramError(f"The program failed {words}, with exit code {code}:\n{said}")
         raise ProgramError(
-            f"The program ended {name} without a record: it launches no `Fabric`, or leaves before `fabric.close()`. "
+            f"The program ended {words} without a record: it launches no `Fabric`, or leaves before `fabric.close()`. "
             f"It printed:\n{said}"
         )
 
-
-def verify_program(
-    program: Program, tolerance: float | None = None, against: str | None = None, save: str | None = None
-) -> Verdict:
-    """See `fabric.testing.verify`. `against`: a record that was saved, or a strategy; None: one process."""
-    known = None if against is None or not _is_file(against) else Record.load(Path(against))
-    with tempfile.TemporaryDirectory(prefix="fabric-verify-") as name:
-        folder = Path(name)
-        run = program.record("as asked", {"sanitize": "always", **program.options}, folder)
-        if save is not None:
-            run.save(Path(save))
-        if known is not None:
-            _refuse_other_model(known, run, str(against))
-            return judge(known, None, run, tolerance)
-        options = {name: word for name, word in program.options.items() if name in ("accelerator", "precision")}
-        if against is not None:
-            options |= {name: word for name, word in program.options.items() if name in ("devices", "num_nodes")}
-            reference = program.record(
-                f"under {against}", {**options, "strategy": against, "sanitize": "False"}, folder
-            )
-            return judge(reference, None, run, tolerance)
-        options |= REFERENCE
-        reference = program.record("in one process", options, folder, in_place_of=run.num_shares)
-        permuted = program.record(
-            "in one process, permuted", options, folder, in_place_of=run.num_shares, permuted=True
-        )
-    return judge(reference, permuted, run, tolerance)
+    def _options(self, *names: str) -> dict[str, Any]:
+        return {name: value for name, value in self.options.items() if name in names}
 
 
-def verify_function(
-    function: Callable[..., object],
-    args: Sequence[object],
-    options: Mapping[str, Any],
-    num_steps: int,
-    tolerance: float | None,
-    keeps_dropout: bool,
-) -> Verdict:
-    """See `fabric.testing.verify`."""
+def start_program(program: ProgramId, options: Options, recording: Recording) -> tuple[int, str]:
+    """Run a program as `fabric run` does, in a process of its own."""
+    words = {name: str(value) for name, value in options.items()}
+    ended = subprocess.run(
+        [sys.executable, *program.arguments],
+        env={"PYTHONHASHSEED": "0", **os.environ, **as_variable({**words, "record": recording.as_option()}, program)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    return ended.returncode, ended.stdout.decode(errors="replace").strip()
+
+
+def start_function(
+    function: Callable[..., object], args: Sequence[object], options: Options, recording: Recording
+) -> tuple[int, str]:
+    """Launch a function; the generators of this process stay as they are."""
     from fabric.fabric import Fabric
 
-    def record(name: str, options: Mapping[str, Any], **recorded: Any) -> Record:
-        path = folder / f"{name}.record"
-        recording = Recording(path=str(path), num_steps=num_steps, keeps_dropout=keeps_dropout, **recorded)
+    numbers = {name: int(value) if name in ("devices", "num_nodes") else value for name, value in options.items()}
+    with preserved_rngs():
         recorder = Recorder(recording, str(options["strategy"]))
-        with preserved_rngs():
-            Fabric(**options, plugins=[recorder]).launch(_run, function, args)
-        if not path.exists():
-            raise ProgramError(
-                f"`{getattr(function, '__name__', function)}` took no step {name}, and closed its fabric."
-            )
-        return Record.load(path)
-
-    one = {name: value for name, value in options.items() if name in ("accelerator", "precision")}
-    one |= {"strategy": "single_device", "devices": 1}
-    with tempfile.TemporaryDirectory(prefix="fabric-verify-") as name:
-        folder = Path(name)
-        run = record("as asked", {"sanitize": "always", **options})
-        reference = record("in one process", one, in_place_of=run.num_shares)
-        permuted = record("in one process, permuted", one, in_place_of=run.num_shares, permuted=True)
-    return judge(reference, permuted, run, tolerance)
+        Fabric(**numbers, plugins=[recorder]).launch(_run, function, args)
+    return 0, ""
 
 
 def _run(fabric: Any, function: Callable[..., object], args: Sequence[object]) -> None:
