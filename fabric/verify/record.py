@@ -36,7 +36,7 @@ def sketch_of(tensor: Tensor) -> Sketch:
     """See Note [Sketches]. In float64; waits for the tensor's device."""
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     sums, square = torch.zeros(LENGTH, dtype=torch.float64), 0.0
-    for number, part in enumerate(tensor.detach().reshape(-1).split(_CHUNK)):
+    for number, part in enumerate(torch.split(tensor.detach().reshape(-1), _CHUNK)):
         values = part.to("cpu", torch.float64)
         square += float(values.square().sum())
         signed = values * _signs(number % 16)[: values.numel()]

@@ -119,7 +119,9 @@ def start_function(
     """Launch a function; the generators of this process stay as they are."""
     from fabric.fabric import Fabric
 
-    numbers = {name: int(value) if name in ("devices", "num_nodes") else value for name, value in options.items()}
+    numbers: dict[str, Any] = {
+        name: int(value) if name in ("devices", "num_nodes") else value for name, value in options.items()
+    }
     with preserved_rngs():
         recorder = Recorder(recording, str(options["strategy"]))
         Fabric(**numbers, plugins=[recorder]).launch(_run, function, args)
