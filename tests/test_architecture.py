@@ -68,6 +68,7 @@ ENVIRONMENT = {
     "fabric/configure/determinism.py": "sets the variable that cuBLAS reads, and gives it back",
     "fabric/fabric.py": "the one place that hands the environment to Request and Machine",
     "fabric/lightning/utilities/rank_zero.py": "Lightning Fabric's decorator asks for the rank wherever it is called",
+    "fabric/testing/equality.py": "hands the environment of a test to the program that it verifies",
     "launchers/rank/task.py": "a rank's environment is that of the process that launched it, and its place",
     "launchers/rank/rank.py": "a process becomes a rank",
     "strategies/collectives/process_group.py": "gloo's option for one group is a variable",

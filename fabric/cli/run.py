@@ -12,7 +12,7 @@ import os
 import sys
 
 from fabric.configure.options import OPTIONS
-from fabric.configure.run_options import ProgramId, as_variable, module_main
+from fabric.configure.run_options import as_variable, program_of
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -33,13 +33,3 @@ def options_of(parsed: argparse.Namespace) -> dict[str, str | bool]:
     for name, word in options.items():
         OPTIONS[name](word, f"--{name.replace('_', '-')} {word}")
     return options
-
-
-def program_of(script: str, arguments: list[str], *, is_module: bool) -> ProgramId:
-    """The program of a command line. Raises: ValueError: there is no such script."""
-    if is_module:
-        return ProgramId(arguments=("-m", script, *arguments), main=module_main(script))
-    if not os.path.exists(script):
-        raise ValueError(f"`{script}` is not a file. Write the path of a script, or `-m` and the name of a module.")
-    main = os.path.join(script, "__main__.py") if os.path.isdir(script) else script
-    return ProgramId(arguments=(script, *arguments), main=os.path.realpath(main))

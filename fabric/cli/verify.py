@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fabric.cli.run import options_of, program_of
-from fabric.verify.record import Record, Step
+from fabric.checks.record import Record, Step
+from fabric.cli.run import options_of
+from fabric.configure.run_options import program_of
 from fabric.verify.runs import ProgramError, Verdict, Verification, start_program
 
 
@@ -23,7 +25,7 @@ def verify(parsed: argparse.Namespace) -> int:
     """
     program = program_of(parsed.script, parsed.script_arguments, is_module=parsed.module)
     verification = Verification(
-        start=partial(start_program, program),
+        start=partial(start_program, os.environ, program),
         options=options_of(parsed),
         num_steps=parsed.steps,
         keeps_dropout=parsed.keep_dropout,

@@ -118,8 +118,8 @@ def _recorder(option: str | bool | None, strategy: str | Strategy) -> tuple[Chec
     """The check that records the run, for `fabric verify`."""
     if option is None:
         return ()
-    from fabric.verify.recorder import Recorder
-    from fabric.verify.recording import Recording
+    from fabric.checks.record import Recording
+    from fabric.checks.recorder import Recorder
 
     name = strategy if isinstance(strategy, str) else type(strategy).__name__
     return (Recorder(Recording.of_option(str(option)), name),)

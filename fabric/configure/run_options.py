@@ -61,3 +61,13 @@ def options_in(environ: Mapping[str, str], program: ProgramId | None = None) -> 
     same_line = here.arguments == tuple(carried["arguments"])
     same_main = here.main is not None and here.main == carried["main"]
     return dict(carried["options"]) if same_line or same_main else {}
+
+
+def program_of(script: str, arguments: list[str], *, is_module: bool) -> ProgramId:
+    """The program of a command line. Raises: ValueError: there is no such script."""
+    if is_module:
+        return ProgramId(arguments=("-m", script, *arguments), main=module_main(script))
+    if not os.path.exists(script):
+        raise ValueError(f"`{script}` is not a file. Write the path of a script, or `-m` and the name of a module.")
+    main = os.path.join(script, "__main__.py") if os.path.isdir(script) else script
+    return ProgramId(arguments=(script, *arguments), main=os.path.realpath(main))

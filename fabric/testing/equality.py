@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fabric.cli.run import program_of
+from fabric.configure.run_options import program_of
 from fabric.verify.runs import Verdict, Verification, start_function, start_program
 
 
@@ -36,7 +36,7 @@ def verify(
         start = partial(start_function, program, args)
     else:
         script = program_of(os.fspath(program), [str(each) for each in args], is_module=False)
-        start = partial(start_program, script)
+        start = partial(start_program, os.environ, script)
     return Verification(
         start=start, options=asked, num_steps=steps, keeps_dropout=keep_dropout, tolerance=tolerance
     ).run()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from fabric.checks.record import RankFacts, Record, Step, factor_of
 from fabric.strategies.tensors.parameters import name_some
 from fabric.verify.comparison import Difference
-from fabric.verify.record import RankFacts, Record, Step, factor_of
 
 
 def causes(reference: Record, run: Record, difference: Difference) -> list[str]:

@@ -16,13 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from fabric.checks.record import Record, Recording
+from fabric.checks.recorder import Recorder
 from fabric.configure.run_options import ProgramId, as_variable
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.verify.causes import causes, causes_of_chaos, factor_in_words
 from fabric.verify.comparison import Comparison, compare, why_nothing
-from fabric.verify.record import Record
-from fabric.verify.recorder import Recorder
-from fabric.verify.recording import Recording
 
 REFERENCE: Mapping[str, str] = {"strategy": "single_device", "devices": "1", "num_nodes": "1", "launcher": "auto"}
 
@@ -100,12 +99,14 @@ class Verification:
         return {name: value for name, value in self.options.items() if name in names}
 
 
-def start_program(program: ProgramId, options: Options, recording: Recording) -> tuple[int, str]:
+def start_program(
+    environ: Mapping[str, str], program: ProgramId, options: Options, recording: Recording
+) -> tuple[int, str]:
     """Run a program as `fabric run` does, in a process of its own."""
     words = {name: str(value) for name, value in options.items()}
     ended = subprocess.run(
         [sys.executable, *program.arguments],
-        env={"PYTHONHASHSEED": "0", **os.environ, **as_variable({**words, "record": recording.as_option()}, program)},
+        env={"PYTHONHASHSEED": "0", **environ, **as_variable({**words, "record": recording.as_option()}, program)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.checks.check import Check
+from fabric.checks.record import RankFacts, Record, Recording, Sketch, Step, sketch_of
 from fabric.strategies.checkpoint.state import StateAccess, uncompiled
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.data.rng import digest, torch_rng
@@ -24,8 +25,6 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.nests import tensors_in
 from fabric.strategies.tensors.parameters import parameters_of
-from fabric.verify.record import RankFacts, Record, Sketch, Step, sketch_of
-from fabric.verify.recording import Recording
 
 
 @final
