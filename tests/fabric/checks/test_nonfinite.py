@@ -179,7 +179,8 @@ def diverge(fabric: Fabric, bad: int, num_steps: int) -> None:
     model, optimizer = fabric.setup(net, SGD(net.parameters(), 0.1))
     for step in range(1, num_steps + 1):
         is_bad = step == bad and fabric.global_rank == fabric.world_size - 1
-        fabric.backward(model(SAMPLES[step % 8 + fabric.global_rank]).sum() * (math.nan if is_bad else 1.0))
+        inputs = SAMPLES[step % 8 + fabric.global_rank].to(fabric.device)
+        fabric.backward(model(inputs).sum() * (math.nan if is_bad else 1.0))
         optimizer.step()
         optimizer.zero_grad()
     fabric.close()  # while the model exists
