@@ -360,7 +360,7 @@ def _follow(call: dict[str, Any]) -> None:
     first, *rest = call["argv"][1:]
     sys.orig_argv[:] = call["argv"]
     main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # as `import multiprocessing` has it
     vars(main).update(__builtins__=__builtins__, __spec__=None, __annotations__={})
     if first == "-m":
         sys.argv[:] = ["-m", *rest[1:]]
