@@ -50,12 +50,11 @@ from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, CollectiveError, ReduceOp
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.collectives.padding import pad_across_ranks
-from fabric.strategies.collectives.rank_zero_first import rank_zero_first
+from fabric.strategies.collectives.rank_zero import rank_zero_first
 from fabric.strategies.data.share import Uneven, Use
 from fabric.strategies.data.transfer import move
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.precision.forward_precision import autocast
-from fabric.strategies.precision.precision import Precision
+from fabric.strategies.precision.precision import Precision, autocast
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.strategy import Strategy
 

@@ -18,8 +18,8 @@ from fabric.strategies.module.same_model import refuse_meta
 from fabric.strategies.optimizers.mixed_groups import step_mixed_groups
 from fabric.strategies.optimizers.owners import needs_owners, refuse_shards, step_by_owners
 from fabric.strategies.optimizers.whole_norms import step_with_whole_numbers
-from fabric.strategies.precision.forward_precision import autocast, cast_inputs, cast_module, cast_output, casts
 from fabric.strategies.precision.loss_scaler import LossScaler
+from fabric.strategies.precision.precision import autocast, cast_inputs, cast_module, cast_output, casts
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.parameters import refuse_shared_memory

@@ -17,9 +17,8 @@ from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.rng import DrawsApart
 from fabric.strategies.data.share import Share, Uneven
 from fabric.strategies.data.transfer import Carry
-from fabric.strategies.precision.forward_precision import dtype_of_new_tensors
 from fabric.strategies.precision.loss_scaler import LossScaler
-from fabric.strategies.precision.precision import Precision
+from fabric.strategies.precision.precision import Precision, dtype_of_new_tensors
 from fabric.strategies.tensors.dtensor import local_part
 
 if TYPE_CHECKING:

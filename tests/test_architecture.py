@@ -31,7 +31,7 @@ PART_IMPORTS = {
     ("strategies/checkpoint/saving.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
     ("strategies/checkpoint/loading.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
     ("strategies/checkpoint/background.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
-    ("strategies/checkpoint/foreign.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
+    ("strategies/checkpoint/other_formats.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
     ("strategies/checkpoint/background.py", "fabric.strategies.accelerators.torch_accelerator"): "which have streams",
     ("strategies/data/transfer.py", "fabric.strategies.accelerators.torch_accelerator"): "which have streams",
     ("strategies/accelerators/registry.py", "fabric.strategies.registered"): "one way to register names, for all",

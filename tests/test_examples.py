@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import template
 
-from fabric.strategies.accelerators.cpu import CPUAccelerator
+from fabric.strategies.accelerators.accelerator import CPUAccelerator
 from fabric.strategies.registry import available_strategies, make_strategy
 from fabric.strategies.target import Target
 

@@ -19,14 +19,14 @@ from fabric.checkpoints.run_state import RunState, has_objects, is_run
 from fabric.checks.check import Moments
 from fabric.launchers.rank.rank import saving as saving_rank
 from fabric.loop.setup import SetUp
-from fabric.strategies.checkpoint import foreign, loading, saving
+from fabric.strategies.checkpoint import loading, other_formats, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
-from fabric.strategies.checkpoint.by_hand import INSTEAD
+from fabric.strategies.checkpoint.direct_state_dict import INSTEAD
 from fabric.strategies.checkpoint.errors import CheckpointEntryError, CheckpointError
 from fabric.strategies.checkpoint.mismatches import mismatches, table
-from fabric.strategies.checkpoint.snapshot import snapshot
 from fabric.strategies.checkpoint.state import RUN, Filter, Stateful, load_into, restore, state_of, uncompiled
 from fabric.strategies.checkpoint.storage import storage_of
+from fabric.strategies.checkpoint.tensors import snapshot
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.dtensor import local_part
 
@@ -94,7 +94,7 @@ class Checkpoints:
         """See `Fabric.load_raw`."""
         content = self._read(path)
         if isinstance(obj, nn.Module):
-            content = foreign.with_tied(uncompiled(obj), content)
+            content = other_formats.with_tied(uncompiled(obj), content)
         name = type(obj).__name__
         self._refuse_misfits("load_raw", path, {name: obj}, {name: content}, strict=strict)
         for moment in self._moments.loading:
@@ -122,8 +122,8 @@ class Checkpoints:
         """Read a checkpoint, or a file of another library. Ranks: all."""
         self.wait()
         storage = storage_of(path)
-        if loading.from_rank_zero(self._collective, storage, lambda: foreign.is_foreign(path)):
-            return foreign.load(self._collective, path)
+        if loading.from_rank_zero(self._collective, storage, lambda: other_formats.is_foreign(path)):
+            return other_formats.load(self._collective, path)
         return loading.load(self._collective, storage)
 
     def _refuse_misfits(self, method: str, path: Path, state: Any, content: Any, *, strict: bool) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fabric.strategies.checkpoint.state import SKIPPED, LoaderAccess, is_stateful
-from fabric.strategies.checkpoint.stored import in_memory
-from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
+from fabric.strategies.checkpoint.tensors import in_memory, of_other_rank, of_rank
 from fabric.strategies.checkpoint.values import encode
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.device_loader import OTHER_THREAD, DeviceLoader, loader_name

@@ -21,8 +21,7 @@ from fabric.checkpoints.loader_positions import LoaderPositions
 from fabric.loop.setup import SetUp
 from fabric.strategies.accelerators.registry import device_rngs
 from fabric.strategies.checkpoint.state import is_stateful, uncompiled
-from fabric.strategies.checkpoint.stored import in_memory
-from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
+from fabric.strategies.checkpoint.tensors import in_memory, of_other_rank, of_rank
 from fabric.strategies.checkpoint.values import pointer
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.rng import process_rngs

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fabric.checks.agreement import Fact, Kind, Value, digest_of_text
 from fabric.strategies.checkpoint.state import PlainState, StateAccess
-from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
+from fabric.strategies.checkpoint.tensors import TensorShards, replicated
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.digest import numbers_of

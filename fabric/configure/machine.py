@@ -20,8 +20,7 @@ from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.ours import OursEnvironment
 from fabric.launchers.process.program import Program, this_program
 from fabric.launchers.world import World
-from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.accelerators.cpu import CPUAccelerator
+from fabric.strategies.accelerators.accelerator import Accelerator, CPUAccelerator
 from fabric.strategies.accelerators.registry import accelerators, make_accelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.registry import make_strategy

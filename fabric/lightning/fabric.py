@@ -29,7 +29,7 @@ from fabric.lightning.unsupported import unsupported
 from fabric.lightning.utilities.seed import seed_everything
 from fabric.lightning.wrappers import AfterStep, _FabricDataLoader, _FabricModule, prepared, unwrap
 from fabric.output.callbacks import methods
-from fabric.strategies.checkpoint import foreign
+from fabric.strategies.checkpoint import other_formats
 from fabric.strategies.collectives.collective import Collective
 
 T = TypeVar("T")
@@ -339,7 +339,7 @@ class Fabric:
             self.core.save(path, plain, filter)
         else:
             content = self.core._checkpoints.content(plain, filter, gathered=True)
-            foreign.save(self.core._connected.collective, path, content)
+            other_formats.save(self.core._connected.collective, path, content)
 
     def load(
         self,

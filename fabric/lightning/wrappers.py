@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.data.device_loader import DeviceLoader as _FabricDataLoader
-from fabric.strategies.precision.forward_precision import casts
-from fabric.strategies.precision.precision import Precision
+from fabric.strategies.precision.precision import Precision, casts
 from fabric.strategies.tensors.nests import map_only_tensors
 
 if TYPE_CHECKING:

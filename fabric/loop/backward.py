@@ -20,7 +20,7 @@ from fabric.loop.setup import SetUp
 from fabric.loop.weighting import Weight, Weighting, check_weight
 from fabric.strategies.collectives.collective import CollectiveError
 from fabric.strategies.gradients.sync import backward_through
-from fabric.strategies.precision.forward_precision import casts
+from fabric.strategies.precision.precision import casts
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.nests import goes_through

@@ -16,8 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fabric.strategies.checkpoint.state import ShardedStateful, load_into, uncompiled
-from fabric.strategies.checkpoint.stored import in_memory
-from fabric.strategies.checkpoint.tensor_shards import TensorShards
+from fabric.strategies.checkpoint.tensors import TensorShards, in_memory
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.tensors.dtensor import local_part
 from fabric.strategies.tensors.wrapped import is_wrapped

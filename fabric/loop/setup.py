@@ -22,7 +22,7 @@ from fabric.checks.check import Moments, StepCounter
 from fabric.checks.unprepared import UnpreparedOptimizers
 from fabric.loop.accumulation import Accumulation
 from fabric.loop.weighting import ClosureLoss, Weighting
-from fabric.strategies.checkpoint.by_hand import refuse_whole_states, report_shards
+from fabric.strategies.checkpoint.direct_state_dict import refuse_whole_states, report_shards
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
 from fabric.strategies.gradients.bare_parameters import BareParameters, outside, refuse_another_model
 from fabric.strategies.gradients.clipping import gradients_are_finite

@@ -1,7 +1,7 @@
 """Accelerators: the kinds of devices, how many a process sees, and how a rank selects one."""
 
 from fabric.strategies.accelerators.accelerator import Accelerator as Accelerator
-from fabric.strategies.accelerators.cpu import CPUAccelerator as CPUAccelerator
+from fabric.strategies.accelerators.accelerator import CPUAccelerator as CPUAccelerator
 from fabric.strategies.accelerators.registry import accelerators as accelerators
 from fabric.strategies.accelerators.registry import available_accelerators as available_accelerators
 from fabric.strategies.accelerators.registry import make_accelerator as make_accelerator

@@ -1,8 +1,10 @@
-"""The interface of an accelerator: the devices of one kind that this process can see."""
+"""The interface of an accelerator, the devices of one kind that this process can see; and the CPU, always available."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
 
 import torch
 
@@ -67,3 +69,30 @@ class Accelerator(ABC):
             write=lambda state: module.set_rng_state(state, device.index),
             seed=module.manual_seed_all,
         )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CPUAccelerator(Accelerator):
+    """The CPU: one device, whatever the index, shared by all processes. `devices` is a number of processes."""
+
+    name = "cpu"
+    backend = "gloo"
+    """`gloo`, which every build of torch.distributed has."""
+    is_shared = True
+    """True: each process has the whole CPU for its device."""
+
+    def num_devices(self) -> int:
+        """One: `devices=4` is four processes on the same device."""
+        return 1
+
+    def why_unavailable(self) -> None:
+        """None: it is always available."""
+        return
+
+    def device(self, index: int) -> torch.device:
+        """`cpu`, without an index, so that tensors of all ranks compare equal in their device."""
+        return torch.device("cpu")
+
+    def set_device(self, index: int) -> None:
+        """Do nothing: a process has no current CPU."""

@@ -7,8 +7,7 @@ from functools import partial
 
 import torch
 
-from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.accelerators.cpu import CPUAccelerator
+from fabric.strategies.accelerators.accelerator import Accelerator, CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.accelerators.xla import XLAAccelerator
 from fabric.strategies.registered import Registration, Registry

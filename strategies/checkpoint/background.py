@@ -31,9 +31,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from fabric.strategies.accelerators.torch_accelerator import has_streams
 from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.checkpoint.manifest import ALIGNMENT_BYTES
-from fabric.strategies.checkpoint.saving import Failure, Plan, attempt, finish, memory_of, plan, refuse_together, write
+from fabric.strategies.checkpoint.saving import Failure, Plan, attempt, finish, plan, refuse_together, write
 from fabric.strategies.checkpoint.storage import Storage
-from fabric.strategies.checkpoint.tensor_shards import TensorShards
+from fabric.strategies.checkpoint.tensors import TensorShards, memory_of
 from fabric.strategies.collectives.collective import Collective
 
 if TYPE_CHECKING:

@@ -13,13 +13,11 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from fabric.strategies.checkpoint import safetensors
-from fabric.strategies.checkpoint.foreign import INDEX_SUFFIX
 from fabric.strategies.checkpoint.loading import Checkpoint, reading
-from fabric.strategies.checkpoint.safetensors import SUFFIX
+from fabric.strategies.checkpoint.other_formats import INDEX_SUFFIX, SUFFIX, save_safetensors
 from fabric.strategies.checkpoint.state import RUN
 from fabric.strategies.checkpoint.storage import Folder, local_path
-from fabric.strategies.checkpoint.stored import Stored, in_memory
+from fabric.strategies.checkpoint.tensors import Stored, in_memory
 
 Choose: TypeAlias = Callable[[str, Tensor], bool]
 
@@ -137,7 +135,7 @@ def _write(
     out: Path, stem: str, tensors: Mapping[str, Stored], tied: Mapping[str, str], max_shard_bytes: int
 ) -> list[Path]:
     if out.suffix == SUFFIX:
-        safetensors.save(out, in_memory(tensors, mapped=True), tied)
+        save_safetensors(out, in_memory(tensors, mapped=True), tied)
         return [out]
     shards = list(_shards(tensors, max_shard_bytes))
     names = [f"{stem}-{number:05}-of-{len(shards):05}{SUFFIX}" for number in range(1, len(shards) + 1)]
@@ -152,7 +150,7 @@ def _write(
             f"{', '.join(map(repr, sorted(others)))}. Remove them, or write to another folder."
         )
     for name, shard in zip(names, shards, strict=True):
-        safetensors.save(
+        save_safetensors(
             out / name, in_memory(shard, mapped=True), {key: kept for key, kept in tied.items() if kept in shard}
         )
     if len(shards) > 1:

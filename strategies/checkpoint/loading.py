@@ -21,7 +21,7 @@ from fabric.strategies.checkpoint.errors import CheckpointError, CheckpointNotFo
 from fabric.strategies.checkpoint.manifest import NAME, Manifest, Piece
 from fabric.strategies.checkpoint.saving import attempt, is_written_by_save
 from fabric.strategies.checkpoint.storage import Storage, buffer_of, local_path, storage_of
-from fabric.strategies.checkpoint.stored import Stored, in_memory
+from fabric.strategies.checkpoint.tensors import Stored, in_memory
 from fabric.strategies.checkpoint.values import DTYPES, decode, keys_of
 from fabric.strategies.collectives.collective import Collective
 

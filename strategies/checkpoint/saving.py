@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.manifest import ALIGNMENT_BYTES, NAME, Entry, Manifest, Piece, merged
 from fabric.strategies.checkpoint.storage import Storage, buffer_of
-from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
+from fabric.strategies.checkpoint.tensors import TensorShards, memory_of, replicated
 from fabric.strategies.checkpoint.values import Json, encode
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.tensors.chunk import Chunk
@@ -129,11 +129,6 @@ def _share(
             loads[writer] += part.nbytes
         if writer == rank:
             yield pointer, chunk, part
-
-
-def memory_of(part: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that share their memory. On devices without addresses, each tensor is distinct."""
-    return part.data_ptr() or id(part), part.dtype, tuple(part.shape), part.stride()
 
 
 def write(storage: Storage, plan: Plan) -> None:

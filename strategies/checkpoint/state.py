@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.stored import in_memory, mapped_module
-from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
+from fabric.strategies.checkpoint.tensors import TensorShards, in_memory, mapped_module, replicated
 from fabric.strategies.tensors.dtensor import as_sharded, gathered_weight, local_part, own_part, shard_like, whole
 from fabric.strategies.tensors.in_shards import InShards
 from fabric.strategies.tensors.nests import map_only_tensors

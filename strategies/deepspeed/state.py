@@ -18,8 +18,15 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.checkpoint.state import StateAccess, map_state
-from fabric.strategies.checkpoint.stored import Stored, in_memory, is_extra_state, mapped_module
-from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard, no_shards
+from fabric.strategies.checkpoint.tensors import (
+    Stored,
+    TensorShards,
+    flat_shard,
+    in_memory,
+    is_extra_state,
+    mapped_module,
+    no_shards,
+)
 from fabric.strategies.tensors.wrapped import plain_state
 
 

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
+from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
 from fabric.strategies.deepspeed.config import PRECISIONS, choose_offload, choose_stage, engine_config, read_config
 from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, copy_of, gathered_parts, is_trained
 from fabric.strategies.deepspeed.init_module import hide_shapes, in_shards

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Adafactor, Muon, Optimizer
 
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
+from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
 from fabric.strategies.fairscale.fsdp_shards import IN_SLICES, SlicedState, attach_module, attach_optimizer, holds_local
 from fabric.strategies.fairscale.fsdp_wrappers import UNCOMPILABLE, FairScaleFSDPGradientSync
 from fabric.strategies.fairscale.library import (

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.checkpoint.by_hand import RefuseWhole
+from fabric.strategies.checkpoint.direct_state_dict import RefuseWhole
 from fabric.strategies.checkpoint.state import PLAIN, KeepsNamesAndShapes, StateAccess, by_saved_index, map_state
-from fabric.strategies.checkpoint.stored import in_memory
-from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
+from fabric.strategies.checkpoint.tensors import TensorShards, flat_shard, in_memory
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.optimizers.owners import refuse_part
 from fabric.strategies.optimizers.owners_state import held_state

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import PlainState
-from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.fairscale.library import (
     LATE,
     NEEDS_ALL,

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
+from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
 from fabric.strategies.module.copies import IN_SHARDS, Hook, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
@@ -32,8 +32,7 @@ from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching, num_bytes
 from fabric.strategies.optimizers.owners_state import sharded_state
 from fabric.strategies.optimizers.rebinding import rebinding
-from fabric.strategies.precision.forward_precision import cast_module
-from fabric.strategies.precision.precision import Precision
+from fabric.strategies.precision.precision import Precision, cast_module
 from fabric.strategies.prepare import make_contiguous, prepared, with_precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy

@@ -9,8 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
 from fabric.strategies.collectives.collective import Collective, CollectiveError
+from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
 from fabric.strategies.gradients.clipping import NONE, kind_of, on_gradient, refuse_sparse
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.changes import AddedParameters

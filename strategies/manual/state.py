@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import StateAccess, map_state
-from fabric.strategies.checkpoint.tensor_shards import replicated
+from fabric.strategies.checkpoint.tensors import replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.sharding.sharded_state import ShardedState
 from fabric.strategies.tensors.digest import numbers_of

@@ -27,8 +27,7 @@ from fabric.strategies.manual.state import ManualState, own_parameters
 from fabric.strategies.optimizers.owners import refuse_owners
 from fabric.strategies.optimizers.rebinding import rebind
 from fabric.strategies.options import check_function
-from fabric.strategies.precision.forward_precision import casts
-from fabric.strategies.precision.precision import Precision
+from fabric.strategies.precision.precision import Precision, casts
 from fabric.strategies.prepare import replica
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
+from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.clipping import move_state
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
@@ -39,7 +39,7 @@ from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.optimizers.owners_state import sharded_state
 from fabric.strategies.optimizers.rebinding import rebinding
 from fabric.strategies.options import check_function
-from fabric.strategies.precision.forward_precision import cast_module
+from fabric.strategies.precision.precision import cast_module
 from fabric.strategies.prepare import make_contiguous, prepared, with_precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
 from fabric.strategies.module.initialization import NotedCalls, repeat_call, take_calls
 from fabric.strategies.tensors.dtensor import as_sharded, local_part, shard_like, user_class, whole
 

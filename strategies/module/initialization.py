@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fabric.strategies.precision.forward_precision import default_dtype
-from fabric.strategies.precision.precision import Precision
+from fabric.strategies.precision.precision import Precision, default_dtype
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.gradients.averaging import average, redistribute
 from fabric.strategies.gradients.sync import INPUTS_OF_SHARDS, Finish, GradientSync, all_of
 from fabric.strategies.module.changes import AddedParameters

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import StateAccess, by_saved_index, converts, map_state
-from fabric.strategies.checkpoint.stored import Stored, in_memory, is_extra_state
-from fabric.strategies.checkpoint.tensor_shards import TensorShards
+from fabric.strategies.checkpoint.tensors import Stored, TensorShards, in_memory, is_extra_state
 from fabric.strategies.tensors.chunk import whole as whole_chunk
 from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part, shard_like, whole
 from fabric.strategies.tensors.wrapped import Wrapped, is_wrapped, on_cpu, plain_state

@@ -8,8 +8,8 @@ from typing import Any, final
 import torch
 
 from fabric.lightning.unsupported import unsupported
-from fabric.strategies.precision.forward_precision import autocast
 from fabric.strategies.precision.precision import Precision as CorePrecision
+from fabric.strategies.precision.precision import autocast
 
 
 class Precision:

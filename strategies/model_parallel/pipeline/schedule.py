@@ -30,7 +30,7 @@ from fabric.strategies.model_parallel.pipeline.options import OF_ONE_STAGE, Pipe
 from fabric.strategies.model_parallel.pipeline.split import Stage
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.outputs import replace_tensors
-from fabric.strategies.precision.forward_precision import autocast, cast_inputs, cast_output, casts
+from fabric.strategies.precision.precision import autocast, cast_inputs, cast_output, casts
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.tensors.digest import digest_of_all

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.collectives.broadcasts import broadcast_from_rank_zero
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
 from fabric.strategies.gradients.clipping import clip_norm
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.model_parallel.pipeline.options import Pipeline

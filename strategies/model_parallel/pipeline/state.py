@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess
-from fabric.strategies.checkpoint.tensor_shards import TensorShards, no_shards, replicated
+from fabric.strategies.checkpoint.tensors import TensorShards, no_shards, replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.optimizers.elementwise import updates_each
 from fabric.strategies.tensors.packing import Spec

@@ -23,7 +23,7 @@ from fabric.strategies.checkpoint.background import BackgroundSaves
 from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.saving import save
 from fabric.strategies.checkpoint.storage import Buffer, Folder, Storage
-from fabric.strategies.checkpoint.tensor_shards import replicated
+from fabric.strategies.checkpoint.tensors import replicated
 from fabric.strategies.collectives.process_group import TorchCollective
 
 NUM_ELEMENTS = 300_000

@@ -24,7 +24,7 @@ from fabric import CheckpointError, Fabric, WorkerError, read_checkpoint
 from fabric.strategies.checkpoint.background import BackgroundSaves
 from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.storage import Buffer, Folder
-from fabric.strategies.checkpoint.tensor_shards import replicated
+from fabric.strategies.checkpoint.tensors import replicated
 
 
 def test_a_background_save_writes_the_state_at_the_call_not_after_the_next_step(tmp_path: Path) -> None:

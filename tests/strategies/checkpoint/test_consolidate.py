@@ -16,7 +16,7 @@ from fabric import CheckpointError, Fabric, consolidate
 from fabric.cli import main
 from fabric.strategies.checkpoint.saving import commit, plan, write
 from fabric.strategies.checkpoint.storage import Folder
-from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
+from fabric.strategies.checkpoint.tensors import TensorShards, replicated
 from fabric.strategies.tensors.chunk import Chunk
 
 

@@ -16,7 +16,7 @@ from fabric import CheckpointDirectory, CheckpointError, Fabric, read_checkpoint
 from fabric.strategies.checkpoint import loading, saving
 from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.storage import storage_of
-from fabric.strategies.checkpoint.tensor_shards import replicated
+from fabric.strategies.checkpoint.tensors import replicated
 
 pytestmark = pytest.mark.slow
 

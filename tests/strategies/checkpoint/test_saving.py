@@ -30,7 +30,7 @@ from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.saving import commit, plan, save, write
 from fabric.strategies.checkpoint.state import state_of
 from fabric.strategies.checkpoint.storage import Folder, storage_of
-from fabric.strategies.checkpoint.tensor_shards import TensorShards, no_shards, replicated
+from fabric.strategies.checkpoint.tensors import TensorShards, no_shards, replicated
 from fabric.strategies.collectives.single import SingleDeviceCollective
 from fabric.strategies.tensors.chunk import Chunk, chunks_of_range, whole
 

@@ -19,7 +19,7 @@ from worlds import run_world
 
 from fabric import Fabric
 from fabric.launchers.world import World
-from fabric.strategies.checkpoint.foreign import CheckpointError, load, save
+from fabric.strategies.checkpoint.other_formats import CheckpointError, load, save
 from fabric.strategies.checkpoint.state import restore, state_of
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.collectives.single import SingleDeviceCollective
@@ -133,7 +133,7 @@ def test_a_full_disk_raises_on_every_rank_and_leaves_the_last_checkpoint(tmp_pat
 VICTIM = """
 import sys, torch
 from pathlib import Path
-from fabric.strategies.checkpoint.foreign import save
+from fabric.strategies.checkpoint.other_formats import save
 from fabric.strategies.collectives.single import SingleDeviceCollective
 torch.set_num_threads(1)
 collective = SingleDeviceCollective()

@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 from fabric import Fabric
 from fabric.strategies import DDPStrategy
-from fabric.strategies.accelerators.cpu import CPUAccelerator
+from fabric.strategies.accelerators.accelerator import CPUAccelerator
 from fabric.strategies.ddp.comm_hooks import PowerSGD
 from fabric.strategies.target import Target
 

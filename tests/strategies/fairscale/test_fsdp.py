@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from fabric import Fabric
-from fabric.strategies.accelerators.cpu import CPUAccelerator
+from fabric.strategies.accelerators.accelerator import CPUAccelerator
 from fabric.strategies.fairscale.fsdp import FairScaleFSDPStrategy
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.target import Target

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from fabric import Fabric
-from fabric.strategies.accelerators.cpu import CPUAccelerator
+from fabric.strategies.accelerators.accelerator import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.fairscale.sharded_ddp import FairScaleShardedStrategy
 from fabric.strategies.target import Target

@@ -17,7 +17,7 @@ from worlds import run_world
 from fabric import Fabric, read_checkpoint
 from fabric.launchers.world import World
 from fabric.strategies import DDPStrategy, FSDPStrategy, Strategy
-from fabric.strategies.accelerators.cpu import CPUAccelerator
+from fabric.strategies.accelerators.accelerator import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.runtime import Runtime

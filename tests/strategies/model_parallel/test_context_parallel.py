@@ -16,7 +16,7 @@ from worlds import run_world
 from fabric import Fabric
 from fabric.launchers.world import World
 from fabric.strategies import ModelParallelStrategy
-from fabric.strategies.accelerators.cpu import CPUAccelerator
+from fabric.strategies.accelerators.accelerator import CPUAccelerator
 from fabric.strategies.model_parallel.context_parallel import context_attention, context_slice
 from fabric.strategies.precision.precision import Precision
 

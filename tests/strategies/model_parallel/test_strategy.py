@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric, SanitizerError
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy, along
-from fabric.strategies.accelerators.cpu import CPUAccelerator
+from fabric.strategies.accelerators.accelerator import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.target import Target

@@ -18,8 +18,7 @@ from worlds import run_world
 from fabric import Fabric
 from fabric.launchers.world import World
 from fabric.strategies import ModelParallelStrategy
-from fabric.strategies.precision.forward_precision import DefaultDtype, cast_inputs, cast_module
-from fabric.strategies.precision.precision import Precision
+from fabric.strategies.precision.precision import DefaultDtype, Precision, cast_inputs, cast_module
 from fabric.strategies.tensors.nests import map_leaves
 
 

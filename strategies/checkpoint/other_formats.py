@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fabric.strategies.checkpoint import safetensors
-from fabric.strategies.checkpoint.by_hand import INSTEAD
+from fabric.strategies.checkpoint.direct_state_dict import INSTEAD
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.loading import refuse_unread
 from fabric.strategies.checkpoint.manifest import NAME
-from fabric.strategies.checkpoint.safetensors import SUFFIX
 from fabric.strategies.checkpoint.saving import attempt
 from fabric.strategies.checkpoint.storage import local_path, replacing, storage_of
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.nests import tensors_in
 
+SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
 """The suffix of an index, which `transformers` writes next to shards: `model.safetensors.index.json`, or `*.bin`."""
 
@@ -101,7 +101,7 @@ def _read(path: Path) -> Any:
             raise ValueError(f"The folder contains {names}. Pass the path of one of them.")
         return _read(found[0])
     if not path.name.endswith(INDEX_SUFFIX):
-        return safetensors.load(path) if path.suffix == SUFFIX else _unpickled(path)
+        return load_safetensors(path) if path.suffix == SUFFIX else _unpickled(path)
     chosen = dict(json.loads(path.read_bytes())["weight_map"])
     files = {name: _read(path.parent / Path(name).name) for name in set(chosen.values())}
     lost = [key for key, name in chosen.items() if key not in files[name]]
@@ -135,6 +135,33 @@ def _refuse_shards(content: Any) -> None:
     """Raise ValueError for a file with the shards of one rank: every rank would load them as its own."""
     if any(as_sharded(tensor) is not None for tensor in tensors_in(content)):
         raise ValueError(_SHARDS)
+
+
+def load_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, mapped: their bytes are read when they are copied."""
+    found: dict[str, Tensor] = _library().load_file(path)
+    return found
+
+
+def save_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a file, and replace an existing one once it is complete. Raises: ValueError: it cannot store a dtype."""
+    library = _library()
+    with replacing(path) as file:
+        try:
+            library.save_file(dict(tensors), file.name, {"format": "pt", **metadata})
+        except KeyError as error:
+            raise ValueError(f"safetensors does not support the dtype {error}. Leave it out by `filter`.") from error
+
+
+def _library() -> Any:
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"A file `*{SUFFIX}` needs safetensors, which is not installed. Run `pip install "
+            "'torchfabric[safetensors]'`."
+        ) from error
+    return safetensors.torch
 
 
 _SHARDS = (

@@ -1,0 +1,201 @@
+"""The tensors of a state: their shards on this rank, to be saved (`TensorShards`); their bytes in a checkpoint, which
+are read when they are needed (`Stored`); and copies on the CPU (`snapshot`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.strategies.checkpoint.values import DTYPES
+from fabric.strategies.tensors.chunk import Chunk, Shape, chunks_of_range, whole
+from fabric.strategies.tensors.nests import map_leaves, map_only_tensors, tensors_in
+from fabric.strategies.tensors.wrapped import Wrapped, is_wrapped, on_cpu, plain_tensors, put_together
+
+if TYPE_CHECKING:
+    from fabric.strategies.checkpoint.manifest import Entry, Piece
+
+_SMALL_BYTES = 2**20
+"""Tensors up to this size are always copied."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorShards:
+    """One tensor of a model or an optimizer, as it is sharded or replicated over ranks."""
+
+    shape: Shape
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    shards: tuple[tuple[Chunk, Tensor], ...]
+    """The chunks that this rank holds, each with its elements, a tensor of the chunk's shape in the model's memory."""
+    holders: tuple[int, ...]
+    """The ranks that hold the same chunks, in ascending order. Each chunk is written by one of them."""
+
+    @property
+    def like(self) -> Tensor:
+        """The whole tensor without its values, on the device "meta"."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def replicated(tensor: Tensor, holders: Sequence[int]) -> TensorShards:
+    """A tensor that each of these ranks holds whole."""
+    shape = tuple(tensor.shape)
+    return TensorShards(shape, tensor.dtype, ((whole(shape), tensor.detach()),), tuple(holders))
+
+
+def no_shards(shape: Sequence[int], dtype: torch.dtype) -> TensorShards:
+    """A tensor of which this rank holds no shard."""
+    return TensorShards(tuple(shape), dtype, (), ())
+
+
+def of_rank(rank: int, nest: Any) -> Any:
+    """A nest of plain values of one rank, with each tensor as one that only this rank holds, whole."""
+    return map_only_tensors(lambda tensor: replicated(tensor, (rank,)), nest)
+
+
+def of_other_rank(nest: Any) -> Any:
+    """What the other ranks pass to `save` for it: no elements, few bytes to send."""
+    return map_only_tensors(lambda tensor: no_shards(tensor.shape, tensor.dtype), nest)
+
+
+def flat_shard(shape: Sequence[int], start: int, elements: Tensor, rank: int) -> TensorShards:
+    """A tensor of which only this rank holds `elements`: 1-dim, from the index `start` of the flattened tensor on.
+
+    Elements beyond the end are padding, which is not saved.
+    """
+    shape = tuple(shape)
+    stop = min(start + elements.numel(), math.prod(shape))
+    shards = []
+    taken = 0
+    for chunk in chunks_of_range(shape, start, stop):
+        shards.append((chunk, elements.detach()[taken : taken + chunk.numel].view(chunk.shape)))
+        taken += chunk.numel
+    return TensorShards(shape, elements.dtype, tuple(shards), (rank,))
+
+
+def memory_of(part: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that share their memory. On devices without addresses, each tensor is distinct."""
+    return part.data_ptr() or id(part), part.dtype, tuple(part.shape), part.stride()
+
+
+@final
+class Stored:
+    """A tensor in a checkpoint. Its bytes are not read until they are needed."""
+
+    def __init__(self, pointer: str, entry: Entry, open_file: Callable[[str], Tensor]) -> None:
+        self.pointer = pointer
+        self.shape: Shape = entry.shape
+        self.dtype = DTYPES[entry.dtype]
+        self._pieces = entry.pieces
+        self._open_file = open_file
+
+    @property
+    def like(self) -> Tensor:
+        """The tensor without its values, on the device "meta"."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    @property
+    def location(self) -> Hashable:
+        """Where its bytes are: equal for tied tensors, which were saved once."""
+        pieces = frozenset(each for each in self._pieces if each.chunk.numel)
+        return (self.shape, self.dtype, pieces) if pieces else self.pointer
+
+    def kept(self, chunk: Chunk) -> Tensor:
+        """The elements of a chunk in new memory, to be kept."""
+        made = torch.empty(chunk.shape, dtype=self.dtype)
+        self.fill(made, chunk)
+        return made
+
+    def whole(self) -> Tensor:
+        """The whole tensor, in new memory or mapped: to be copied from."""
+        return self.part(whole(self.shape))
+
+    def part(self, chunk: Chunk) -> Tensor:
+        """The elements of a chunk: mapped if one piece contains them all, otherwise assembled. To be copied from."""
+        for piece in self._pieces:
+            if piece.chunk.intersection(chunk) == chunk:
+                return self._elements(piece)[chunk.slices_in(piece.chunk)]
+        return self.kept(chunk)
+
+    @torch.no_grad()
+    def fill(self, target: Tensor, chunk: Chunk) -> None:
+        """Copy the elements of a chunk into `target`."""
+        for piece in self._pieces:
+            shared = piece.chunk.intersection(chunk)
+            if shared is not None:
+                target[shared.slices_in(chunk)].copy_(self._elements(piece)[shared.slices_in(piece.chunk)])
+
+    def _elements(self, piece: Piece) -> Tensor:
+        num_bytes = piece.chunk.numel * self.dtype.itemsize
+        content = self._open_file(piece.file)[piece.offset_bytes : piece.offset_bytes + num_bytes]
+        return content.view(self.dtype).view(piece.chunk.shape)
+
+
+def in_memory(content: Any, *, mapped: bool = False) -> Any:
+    """A nest with each `Stored` read whole: in new memory, or (`mapped`) mapped, to be copied from and dropped."""
+
+    def read(leaf: Any) -> Any:
+        if isinstance(leaf, Wrapped):
+            return put_together(leaf, read)
+        if not isinstance(leaf, Stored):
+            return leaf
+        return leaf.whole() if mapped else leaf.kept(whole(leaf.shape))
+
+    return map_leaves(read, content, is_leaf=lambda leaf: isinstance(leaf, (Stored, Wrapped)))
+
+
+def mapped_module(content: Any, *, but: Collection[str] = ()) -> Any:
+    """The state of a module with its tensors mapped, for torch to copy from; `but`: names of entries that stay."""
+    if not isinstance(content, dict):
+        return in_memory(content, mapped=True)
+    state = copy(content)
+    for name, value in content.items():
+        # What the module keeps is in memory.
+        state[name] = value if name in but else in_memory(value, mapped=not is_extra_state(name))
+    return state
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether the entry is what a submodule's `get_extra_state` returned, of any type that can be saved."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def snapshot(content: Any, owners: Iterable[nn.Module | Optimizer], local: Callable[[Tensor], Tensor]) -> Any:
+    """A nest of plain containers with each tensor on the CPU, sharing no memory with `owners`; tied tensors stay tied.
+
+    Tensors that a strategy gathered for this call are not copied again. `local`: returns this rank's part of a tensor.
+    """
+    held = (local(tensor) for owner in owners for tensor in _tensors_of(owner))
+    plain = (each for tensor in held for each in plain_tensors(tensor).values())
+    live = {_storage(tensor) for tensor in plain if tensor.device.type == "cpu"}  # XLA's storages have no address
+    known: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if is_wrapped(tensor):
+            return on_cpu(tensor)
+        if tensor.device.type == "cpu" and tensor.nbytes > _SMALL_BYTES and _storage(tensor) not in live:
+            return tensor.detach()
+        key = memory_of(tensor)
+        if key not in known:  # the original is kept, so that no other tensor gets its memory
+            own = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            known[key] = (tensor, own)
+        return known[key][1]
+
+    return map_only_tensors(copied, content)
+
+
+def _tensors_of(owner: nn.Module | Optimizer) -> list[Tensor]:
+    if isinstance(owner, nn.Module):
+        return [*owner.parameters(), *owner.buffers()]
+    return tensors_in([list(owner.state.values()), owner.param_groups])
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
