@@ -396,7 +396,7 @@ class Fabric:
         if not loaders:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
         check_loader_options(use, uneven)
-        runtime = replace(self._connected, uneven=uneven)
+        runtime = replace(self._connected, layout=self._objects.layout, uneven=uneven)
         if uneven == "repeat" and use in (None, "train"):
             self._accumulation.repeated = runtime.loader_numbers.repeated
             self._accumulation.guard(self._objects.optimizers)
@@ -548,9 +548,10 @@ class Fabric:
         Raises: RuntimeError: a copy was changed in place without `write=True`; or, on every rank, ranks have written
         other values, such as rank 0 alone.
         """
-        inner, objects, strategy = uncompiled(module), self._objects, self.strategy
+        inner, objects = uncompiled(module), self._objects
         model = next((each for each in objects.models.values() if each.holds(inner)), None)
-        is_alike = strategy.sets_up_one_model or (model is not None and model.sync.is_replicated)
+        layout = self._connected.layout if model is None else model.layout
+        is_alike = layout.weights != "any"
         return gathered(inner, model, self.collective, is_alike=is_alike, write=write)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
@@ -965,7 +966,7 @@ class Fabric:
         """How far the loop is, or was when the fabric was closed, for reports. Any thread calls it."""
         if self._set_up is not None and self._set_up.counters:
             self._progress = f"after {self.num_steps} step{'s' * (self.num_steps != 1)}"
-            if self._runtime is not None and self._runtime.forward_communicates:
+            if self._runtime is not None and self._runtime.layout.forward_communicates:
                 models = list(self._set_up.models.values())
                 self._progress += f" and {sum(model.path.num_calls for model in models)} forwards"
         return self._progress
@@ -1007,14 +1008,12 @@ class Fabric:
             objects.state_access,
             objects.unprepared,
             divergence,
-            sees_collectives=strategy.uses_process_groups,
+            sees_collectives=runtime.collective.process_group is not None,
         )
         sanitizer = Sanitizer(
             watch,
-            is_comparable=lambda model: strategy.sets_up_one_model or model.sync.is_replicated,
-            has_whole_gradients=lambda model: (
-                model.trained is None and (model.sync.is_replicated or not strategy.in_shards)
-            ),
+            is_comparable=lambda model: model.layout.weights != "any",
+            has_whole_gradients=lambda model: model.layout.gradients == "replicas",
         )
         return [divergence, sanitizer]
 

@@ -43,7 +43,7 @@ def share_loader(runtime: Runtime, loader: Iterable[Any], use: Use, *, distribut
             votes=partial(votes_over, collective),
         ),
         uneven=runtime.uneven,
-        in_step=runtime.forward_communicates or runtime.loader_numbers.forward_communicates,
+        in_step=runtime.layout.forward_communicates,
         progress=runtime.loader_numbers,
         report=runtime.report,
         carry=runtime.carry,

@@ -86,6 +86,7 @@ def prepared(
         optimizers=tuple(optimizers),
         path=path,
         sync=sync,
+        layout=runtime.layout,
         clip_norm=partial(clip_norm, scaler=scaler),
         clip_value=partial(clip_value, scaler=scaler),
         is_finite=partial(gradients_are_finite, scaler=scaler, any_rank=runtime.any_rank),

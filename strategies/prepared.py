@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
 from fabric.strategies.gradients.sync import GradientSync
+from fabric.strategies.layout import Layout
 from fabric.strategies.module.forward import ForwardPath
 
 
@@ -65,6 +66,8 @@ class Prepared:
     """Whether one backward may go through this model and others; False if `scale_loss` would scale the others too."""
     loss_scale: Stateful | None = None
     """The loss scale, if an engine has one instead of the runtime."""
+    layout: Layout
+    """How it lies over the ranks."""
     state: StateAccess = PLAIN
     """How the full state of the model, and of optimizers of its parameters, is saved and loaded."""
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import TYPE_CHECKING, final
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.share import Share
+from fabric.strategies.layout import REPLICAS, Layout
 from fabric.strategies.options import own_launchers
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.runtime import Runtime, open_runtime
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 class ProcessGroupStrategy(Strategy):
     """One process per device, and a torch process group over all ranks."""
 
-    uses_process_groups: ClassVar[bool] = True
     launcher: str = "auto"
     """How processes are started: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
     backend: str | None = None
@@ -51,10 +51,9 @@ class ProcessGroupStrategy(Strategy):
         """Hook: whether ranks along this axis of the mesh read different samples."""
         return True
 
-    def forward_communicates(self, degrees: Mapping[str, int]) -> bool:
-        """Hook: whether each forward waits for one on ranks that read other data, in evaluation too. `degrees`: of the
-        mesh."""
-        return False
+    def layout(self, degrees: Mapping[str, int]) -> Layout:
+        """Hook: how models lie over the ranks. `degrees`: the sizes of the mesh's axes."""
+        return REPLICAS
 
     def when_connected(self, runtime: Runtime) -> None:
         """Hook: called on every rank once the process group exists."""
@@ -68,18 +67,18 @@ class ProcessGroupStrategy(Strategy):
     @final
     def refuse(self, target: Target) -> str | None:
         """The reasons of `why_not` and `degrees`; refuses MPS if a process group is needed."""
-        if target.accelerator.name == "mps" and (target.size > 1 or self.in_shards):
-            return (
-                f"`accelerator='mps'` has one device and no torch.distributed backend, which `{type(self).__name__}` "
-                "needs. Pass `accelerator='cpu'`, or `devices=1` and `strategy='single_device'`."
-            )
         sentence = self.why_not(target)
         if sentence is not None:
             return sentence
         try:
-            self.degrees(target.size, target.num_nodes)
+            layout = self.layout(self.degrees(target.size, target.num_nodes))
         except ValueError as error:
             return str(error)
+        if target.accelerator.name == "mps" and (target.size > 1 or layout.gradients == "shards"):
+            return (
+                f"`accelerator='mps'` has one device and no torch.distributed backend, which `{type(self).__name__}` "
+                "needs. Pass `accelerator='cpu'`, or `devices=1` and `strategy='single_device'`."
+            )
         return None
 
     @final
@@ -91,8 +90,7 @@ class ProcessGroupStrategy(Strategy):
         device = accelerator.device(index)
         backend = self.backend or accelerator.backend
         collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
-        runtime = open_runtime(world, [device], collective, precision, in_shards=self.in_shards)
-        runtime = replace(runtime, forward_communicates=self.forward_communicates(degrees))
+        runtime = open_runtime(world, [device], collective, precision, layout=self.layout(degrees))
         if degrees:
             mesh = device_mesh(device, degrees)
             runtime = replace(runtime, mesh=mesh, share=self._share(mesh))

@@ -17,6 +17,7 @@ from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.rng import DrawsApart
 from fabric.strategies.data.share import Share, Uneven
 from fabric.strategies.data.transfer import Carry
+from fabric.strategies.layout import REPLICAS, Layout
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.precision.precision import Precision, dtype_of_new_tensors
 from fabric.strategies.tensors.dtensor import local_part
@@ -58,8 +59,8 @@ class Runtime:
     """How batches are moved to the device, if not by `Tensor.to`."""
     uneven: Uneven | None = None
     """What ranks do when the first has no batch left; None: see `Fabric.setup_dataloaders`."""
-    forward_communicates: bool = False
-    """Whether each forward waits for one on ranks that read other data, in evaluation too."""
+    layout: Layout = REPLICAS
+    """How the models of the strategy lie over the ranks, as far as it knows before it has seen one."""
     mesh: DeviceMesh | None = None
     """The device mesh, if the strategy has one."""
     loader_numbers: LoopProgress = field(default_factory=LoopProgress)
@@ -78,14 +79,15 @@ def open_runtime(
     collective: Collective,
     precision: Precision,
     *,
-    in_shards: bool = False,
+    layout: Layout = REPLICAS,
     carry: Carry | None = None,
 ) -> Runtime:
     """Connect to the other ranks, and create the runtime of this one; each rank reads a share of its own.
 
-    `in_shards`: ranks hold different gradients, so all ranks must decide together whether one overflowed.
+    Where gradients are in shards, all ranks decide together whether one overflowed.
     """
     collective.setup()
+    in_shards = layout.gradients == "shards"
     report = logging.getLogger("fabric").warning if world.is_global_zero else lambda sentence: None
     any_rank = partial(collective.reduce_boolean_decision, require_all=False) if in_shards else bool
     scaler = None
@@ -101,6 +103,7 @@ def open_runtime(
         loss_scaler=scaler,
         report=report,
         any_rank=any_rank,
+        layout=layout,
         new_tensors=dtype_of_new_tensors(precision),
         share=Share(index=world.rank, count=world.size),
         carry=carry,

@@ -34,10 +34,10 @@ from fabric.strategies.target import Target
 class Strategy(ABC):
     """How a model is distributed over devices; defines its launchers, its collective and its data-loader hooks."""
 
-    uses_process_groups: ClassVar[bool] = False
-    """Whether its collectives are those of torch.distributed."""
-    in_shards: ClassVar[bool] = False
-    """Whether ranks hold different gradients. Then a loss scaler skips a step on all ranks if one overflowed."""
+    marks_steps: ClassVar[bool] = False
+    """Whether it marks the end of each step, for devices that record operations and run them as one graph."""
+    fills_from_rank_zero: ClassVar[bool] = False
+    """Whether a model may be on the meta device on all ranks but rank 0."""
     activation_checkpointing_policy: Policy | None = None
     """Submodules whose activations are recomputed in backward instead of stored: "blocks" (see
     `fabric.strategies.blocks_of`), classes, or a function of a module. `Fabric.setup` applies it, in the same way for
@@ -47,22 +47,6 @@ class Strategy(ABC):
     def lacks(self) -> Mapping[Capability, str]:
         """Unsupported capabilities, each with the error message that its use raises."""
         return {}
-
-    @property
-    def marks_steps(self) -> bool:
-        """Whether it marks the end of each step, for devices that record operations and run them as one graph."""
-        return False
-
-    @property
-    def sets_up_one_model(self) -> bool:
-        """Whether all ranks pass `setup` the same model; then `Fabric.setup` raises if names, shapes or dtypes differ.
-        False where the user's function may make each rank a model of its own."""
-        return True
-
-    @property
-    def fills_from_rank_zero(self) -> bool:
-        """Whether a model may be on the meta device on all ranks but rank 0."""
-        return False
 
     @property
     @abstractmethod
@@ -83,7 +67,7 @@ class Strategy(ABC):
 
     @property
     def needs_function(self) -> bool:
-        """Whether the strategy needs a function of the user (`parallelize_fn`) and was made without it."""
+        """Whether the option for the user's function (`parallelize_fn`), which the strategy runs, is missing."""
         return False
 
     @abstractmethod

@@ -265,7 +265,7 @@ class Watch(Check):
         """Called before the hooks of the optimizer, which may remove gradients that other ranks own."""
         if self._runtime.backward.is_running:
             for each in self._models():
-                if not each.prepared.sync.averages_before_hooks and each.prepared.holds(optimizer):
+                if not each.prepared.layout.averages_before_hooks and each.prepared.holds(optimizer):
                     raise SanitizerError(_WITHIN.format(optimizer=type(optimizer).__name__))
         if optimizer not in self._held:
             self._unprepared.step(optimizer)

@@ -103,8 +103,7 @@ def _held(
     names, size = names_in(model for model, _ in models), runtime.world.size
     for model, known in models:
         # An engine may train shards, and compute with whole weights, which it makes from them.
-        is_whole = model.trained is not None and not runtime.forward_communicates
-        how = _access(model.state, size, is_replicated=is_whole or model.sync.is_replicated)
+        how = _access(model.state, size, is_replicated=model.layout.weights == "replicas")
         parameters = dict(model.module.named_parameters(remove_duplicate=False))
         is_changed = any(known.get(name) is not each for name, each in parameters.items())
         if not _tells_holders(how) or (is_changed and not isinstance(how, PlainState)):  # the strategy raises itself
@@ -120,7 +119,8 @@ def _held(
             if isinstance(value, TensorShards):
                 yield "weights", _named(parameter, name, names) if key == name else f"`{key}`", value
     for optimizer, given in access.items():
-        how = _access(given, size, is_replicated=any(m.sync.is_replicated and m.holds(optimizer) for m, _ in models))
+        layouts = (model.layout for model, _ in models if model.holds(optimizer))
+        how = _access(given, size, is_replicated=any(each.optimizer_states == "replicas" for each in layouts))
         of_groups = parameters_of(optimizer)
         # The program may have taken parameters out of its groups.
         if not _tells_holders(how) or set(optimizer.state).difference(of_groups):

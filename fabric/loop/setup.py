@@ -26,6 +26,7 @@ from fabric.strategies.checkpoint.direct_state_dict import refuse_whole_states, 
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
 from fabric.strategies.gradients.bare_parameters import BareParameters, outside, refuse_another_model
 from fabric.strategies.gradients.clipping import gradients_are_finite
+from fabric.strategies.layout import Layout
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.deferred_init import initialize_empty
 from fabric.strategies.module.same_model import refuse_different_models
@@ -89,6 +90,12 @@ class SetUp:
         """The models that the program has, in the order in which they were set up."""
         return {each.module: each for each in self._models.values()}
 
+    @property
+    def layout(self) -> Layout:
+        """That of the strategy; `forward_communicates` also if that of a model does."""
+        layouts = (self._runtime.layout, *(each.layout for each in self._living()))
+        return replace(layouts[0], forward_communicates=any(each.forward_communicates for each in layouts))
+
     def _living(self) -> list[Prepared]:
         return list(self._models.values())
 
@@ -119,7 +126,7 @@ class SetUp:
         if runtime.device.type == "cpu" and runtime.collective.process_group is not None:
             _refuse_sync_batch_norm(module)
         initialize_empty(module)
-        if strategy.sets_up_one_model:
+        if runtime.layout.weights != "any":
             refuse_different_models(runtime, module, fills_from_rank_zero=strategy.fills_from_rank_zero)
         with ExitStack() as stack:  # restores the module if the strategy raises
             stack.callback(recompute(uncompiled(module), strategy.activation_checkpointing_policy))
@@ -250,7 +257,7 @@ class SetUp:
 
     def _refuse_shared(self, module: nn.Module) -> None:
         """Raise ValueError for a parameter of another model, too, that each would shard, and train, by itself."""
-        others = [*self.models] if self._runtime.forward_communicates else []
+        others = [*self.models] if self._runtime.layout.forward_communicates else []
         known = {each: type(other).__name__ for other in others for each in other.parameters()}
         for name, each in module.named_parameters():
             other = known.get(each) or (self.unprepared.model_of(each) if each.requires_grad else None)

@@ -37,9 +37,6 @@ class LoopProgress:
         """Steps of all optimizers."""
         self.num_unweighted = 0
         """Backward passes without `weight=`."""
-        self.forward_communicates = False
-        """Whether a model was set up whose forward waits for ranks that read other data, which the strategy could not
-        know before."""
         self.repeated = RepeatedBatches()
         self.ahead = ReadAhead()
         self.note_batch: Callable[[Any, object], None] | None = None

@@ -19,6 +19,7 @@ from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import PlainState
 from fabric.strategies.ddp.comm_hooks import CommHook, check, why_not
 from fabric.strategies.ddp.gradient_sync import STATIC, UNUSED, DDPGradientSync
+from fabric.strategies.layout import Layout
 from fabric.strategies.optimizers.elementwise import refuse_dependent
 from fabric.strategies.optimizers.owners import step_by_owners
 from fabric.strategies.optimizers.owners_state import OwnersState
@@ -100,7 +101,10 @@ class DDPStrategy(ProcessGroupStrategy):
             return replace(prepared, state=plain)
         end = step_by_owners(runtime.collective, optimizers)
         return replace(
-            prepared, state=OwnersState(runtime.collective, plain), release=undo_all((prepared.release, end))
+            prepared,
+            layout=Layout(optimizer_states="shards"),
+            state=OwnersState(runtime.collective, plain),
+            release=undo_all((prepared.release, end)),
         )
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:

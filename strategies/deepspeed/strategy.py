@@ -29,6 +29,7 @@ from fabric.strategies.deepspeed.library import forget_models, join, local_rank,
 from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.sync import LocalGradientSync
+from fabric.strategies.layout import SHARDS, Layout
 from fabric.strategies.module.copies import own_hooks, refuse_copies
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
@@ -107,8 +108,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def look_for_packages(self) -> Mapping[str, str]:
         return releases("deepspeed")
 
-    def forward_communicates(self, degrees: Mapping[str, int]) -> bool:
-        return self._stage == 3
+    def layout(self, degrees: Mapping[str, int]) -> Layout:
+        """At stage 1 an optimizer steps with gradients that it reduces to the rank of each shard."""
+        is_last = self._stage == 3
+        return replace(SHARDS, weights="shards" if is_last else "replicas", forward_communicates=is_last)
 
     def why_not(self, target: Target) -> str | None:
         missing = why_not(target.packages.get("deepspeed"))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from fabric.strategies.fairscale.library import (
     why_not,
 )
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
+from fabric.strategies.layout import SHARDS, Layout
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching
 from fabric.strategies.precision.precision import Precision
@@ -67,7 +68,6 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
             "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
-    in_shards: ClassVar[bool] = True
     wrap: Policy | None = None
     """Submodules whose parameters are all-gathered when the submodule runs, and freed afterwards: classes, or a
     function of a module. Other parameters are gathered for the whole forward and backward. None: all are."""
@@ -95,8 +95,8 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
     def look_for_packages(self) -> Mapping[str, str]:
         return releases("fairscale")
 
-    def forward_communicates(self, degrees: Mapping[str, int]) -> bool:
-        return True
+    def layout(self, degrees: Mapping[str, int]) -> Layout:
+        return replace(SHARDS, forward_communicates=True)
 
     def why_not(self, target: Target) -> str | None:
         precision = target.precision

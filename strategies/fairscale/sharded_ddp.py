@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ from fabric.strategies.fairscale.library import (
 )
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.sync import CallModule, Finish, GradientSync, one_gradient_each
+from fabric.strategies.layout import Layout
 from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.optimizers.owners import refuse_part
@@ -75,7 +76,6 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
             "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
-    in_shards: ClassVar[bool] = True
     broadcast_buffers: bool = True
     """Broadcast buffers (BatchNorm statistics) from rank 0 after each forward that computes gradients."""
 
@@ -90,6 +90,9 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
 
     def look_for_packages(self) -> Mapping[str, str]:
         return releases("fairscale")
+
+    def layout(self, degrees: Mapping[str, int]) -> Layout:
+        return Layout(gradients="shards", optimizer_states="shards")
 
     def why_not(self, target: Target) -> str | None:
         return why_not("ddp_sharded", target)

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
+from fabric.strategies.layout import SHARDS, Layout
 from fabric.strategies.module.copies import IN_SHARDS, Hook, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
@@ -70,8 +71,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
-    in_shards: ClassVar[bool] = True
-    fills_from_rank_zero = True
+    fills_from_rank_zero: ClassVar[bool] = True
     auto_wrap_policy: Policy | None = "blocks"
     """The submodules whose parameters are all-gathered together and freed again; other parameters are gathered with the
     root. "blocks": the submodules that repeat in the model and hold its parameters, such as transformer layers (see
@@ -100,8 +100,8 @@ class FSDPStrategy(ProcessGroupStrategy):
     def lacks(self) -> Mapping[Capability, str]:
         return {"copies": IN_SHARDS, "scalars": _SCALARS}
 
-    def forward_communicates(self, degrees: Mapping[str, int]) -> bool:
-        return True
+    def layout(self, degrees: Mapping[str, int]) -> Layout:
+        return replace(SHARDS, forward_communicates=True, averages_before_hooks=True)
 
     def why_not(self, target: Target) -> str | None:
         if self.cpu_offload and target.accelerator.name == "cpu":

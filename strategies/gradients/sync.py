@@ -61,18 +61,6 @@ class GradientSync(ABC):
         """Called before each backward that may reach the model. May return a function to be called after the
         backward."""
 
-    @property
-    def averages_before_hooks(self) -> bool:
-        """Whether the gradient that a post-accumulate hook of a parameter finds is averaged already."""
-        return False
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether all ranks are known to hold the same whole parameters, and to average their gradients over all ranks.
-        Not every model of a strategy does.
-        """
-        return False
-
     @abstractmethod
     def parameters_held(self) -> Iterable[Tensor]:
         """The parameters as optimizers hold them: shards, even while `module.parameters()` returns gathered ones."""
@@ -95,8 +83,6 @@ class LocalGradientSync(GradientSync):
 
     `run`: what runs forward, if not the method itself: it is called as `run(function, args, kwargs)`.
     """
-
-    averages_before_hooks = True
 
     def __init__(self, module: nn.Module, run: Callable[..., Any] | None = None) -> None:
         self.module, self._run = module, run

@@ -70,6 +70,7 @@ class ManualGradientSync(GradientSync):
 
     @property
     def is_replicated(self) -> bool:
+        """Whether all ranks hold the same whole parameters, and average their gradients over all ranks."""
         averaged = set(self.averaged.get(tuple(self.data_axes), ()))
         size = math.prod(degree(self.context.mesh, axis) for axis in self.data_axes)
         return size == self.context.world.size and averaged.issuperset(self.parameters_held())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, final
+from typing import Any, final
 from weakref import WeakSet
 
 import torch
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
+from fabric.strategies.layout import REPLICAS, SHARDS, Layout
 from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.gradient_sync import ManualGradientSync
 from fabric.strategies.manual.state import ManualState, own_parameters
@@ -61,8 +62,6 @@ class ManualStrategy(ProcessGroupStrategy):
             "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
-    in_shards: ClassVar[bool] = True
-    sets_up_one_model = False
     parallelize: Callable[[Any, ManualContext], nn.Module | Parallelized] | None = None
     """`parallelize(module, context)` is called by `setup`, on every rank, once for each module. It modifies the module
     or makes another one, and returns it, or a `Parallelized`. In optimizers that were made before, replaced parameters
@@ -113,6 +112,9 @@ class ManualStrategy(ProcessGroupStrategy):
         check_degrees(degrees, size, written=f"ManualStrategy(mesh={self.mesh!r})")
         return degrees
 
+    def layout(self, degrees: Mapping[str, int]) -> Layout:
+        return replace(SHARDS, weights="any")
+
     def has_own_data(self, axis: str) -> bool:
         return self.data_axes is None or axis in self.data_axes
 
@@ -131,8 +133,6 @@ class ManualStrategy(ProcessGroupStrategy):
         if self.reshard_roots:
             reshard_roots(parallel.module)
         after = own_parameters(given)
-        if runtime.share.count > 1 and fsdp_modules(parallel.module):
-            runtime.loader_numbers.forward_communicates = True
         rebind(before, after, optimizers)
         refuse_owners(optimizers, "the model that `parallelize` returned")
         _refuse_left_behind(optimizers, parallel.module, (before, after))
@@ -150,7 +150,14 @@ class ManualStrategy(ProcessGroupStrategy):
                 compared.update(of)
             return norm
 
-        return replace(prepared, clip_norm=clip_norm, state=ManualState(runtime.collective))
+        layout = REPLICAS if sync.is_replicated else runtime.layout
+        communicates = runtime.share.count > 1 and bool(fsdp_modules(parallel.module))
+        return replace(
+            prepared,
+            clip_norm=clip_norm,
+            layout=replace(layout, forward_communicates=communicates),
+            state=ManualState(runtime.collective),
+        )
 
     def _axes(self, size: int) -> dict[str, int]:
         return {"data": size} if self.mesh is None else dict(self.mesh)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.clipping import move_state
+from fabric.strategies.layout import SHARDS, Layout
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.setup import pipelined
 from fabric.strategies.module.copies import IN_SHARDS, IN_STAGES, refuse_copies
@@ -83,7 +84,6 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
-    in_shards: ClassVar[bool] = True
     parallelize_fn: Parallelize | None = None
     """Called by `setup` on every rank, with the user's model, after its weights were broadcast from rank 0."""
     data: Degree = 1
@@ -115,8 +115,8 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             always["bare_parameters"] = IN_MODULE
         return {**always, "gather_gradients": COPIES} if copies else always
 
-    def forward_communicates(self, degrees: Mapping[str, int]) -> bool:
-        return degrees.get("shard", 1) > 1
+    def layout(self, degrees: Mapping[str, int]) -> Layout:
+        return replace(SHARDS, forward_communicates=degrees.get("shard", 1) > 1)
 
     @property
     def needs_function(self) -> bool:
@@ -163,7 +163,8 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             *([refuse_copies(inner, IN_SHARDS)] if is_sharded else []),
         ]
         made = prepared(runtime, module if result is inner else result, optimizers, sync, path, *ends)
-        return replace(made, state=sharded_state(runtime))
+        layout = replace(runtime.layout, averages_before_hooks=not averaging.unaveraged)
+        return replace(made, layout=layout, state=sharded_state(runtime))
 
     def _parallelize(self, runtime: Runtime, module: nn.Module) -> nn.Module:
         if self.parallelize_fn is None:

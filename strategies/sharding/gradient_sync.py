@@ -51,10 +51,6 @@ class ShardedGradientSync(GradientSync):
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._ordered(function, args, kwargs)
 
-    @property
-    def averages_before_hooks(self) -> bool:
-        return self.averaging is None or not self.averaging.unaveraged
-
     def set_synced(self, synced: bool) -> None:
         self.synced = synced
         if self.averaging is None:

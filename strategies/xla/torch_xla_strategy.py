@@ -16,6 +16,7 @@ from fabric.strategies.target import releases
 class TorchXLAStrategy(Strategy):
     """A strategy over XLA devices, by torch_xla."""
 
+    marks_steps: ClassVar[bool] = True
     launcher_name: ClassVar[str] = "inline"
     """The one launcher that can start it."""
 
@@ -23,12 +24,6 @@ class TorchXLAStrategy(Strategy):
     def lacks(self) -> Mapping[Capability, str]:
         """Unsupported capabilities. A subclass may add others."""
         return {"bare_parameters": IN_MODULE}
-
-    @final
-    @property
-    def marks_steps(self) -> bool:
-        """True: XLA runs the operations of a step as one graph."""
-        return True
 
     @final
     @property
