@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from fabric.launchers import WorkerError as WorkerError
     from fabric.launchers import World as World
     from fabric.loop.seed import seed_everything as seed_everything
-    from fabric.output.loggers.csv_file import CSVLogger as CSVLogger
-    from fabric.output.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from fabric.output.csv_logger import CSVLogger as CSVLogger
+    from fabric.output.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
     from fabric.strategies.checkpoint.consolidate import consolidate as consolidate
     from fabric.strategies.checkpoint.errors import CheckpointError as CheckpointError
     from fabric.strategies.checkpoint.loading import read_checkpoint as read_checkpoint
     from fabric.strategies.collectives.collective import CollectiveError as CollectiveError
 
 _HOME = {
-    "CSVLogger": "fabric.output.loggers.csv_file",
+    "CSVLogger": "fabric.output.csv_logger",
     "CheckpointDirectory": "fabric.checkpoints.directory",
     "CheckpointError": "fabric.strategies.checkpoint.errors",
     "CollectiveError": "fabric.strategies.collectives.collective",
@@ -34,7 +34,7 @@ _HOME = {
     "Fabric": "fabric.fabric",
     "NonFiniteGradientsError": "fabric.checks.nonfinite",
     "SanitizerError": "fabric.checks.agreement",
-    "TensorBoardLogger": "fabric.output.loggers.tensorboard",
+    "TensorBoardLogger": "fabric.output.tensorboard_logger",
     "WorkerError": "fabric.launchers",
     "World": "fabric.launchers",
     "consolidate": "fabric.strategies.checkpoint.consolidate",

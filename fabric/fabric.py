@@ -41,8 +41,8 @@ from fabric.loop.setup import SetUp
 from fabric.loop.stop import StopRequest
 from fabric.loop.weighting import Weighting, average_over_ranks
 from fabric.output.callbacks import call
-from fabric.output.loggers.logger import metric_writer, report_open_run
-from fabric.output.progress.iteration import progress
+from fabric.output.logger import metric_writer, report_open_run
+from fabric.output.progress import progress
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful, uncompiled
 from fabric.strategies.collectives import nested

@@ -1,15 +1,14 @@
-"""Convert the arguments of that library's `Fabric` to those of the core's."""
+"""Convert the arguments of Lightning Fabric's `Fabric`, and names of reductions, to those of the core."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-from fabric.lightning.accelerators.accelerator import Accelerator
-from fabric.lightning.plugins.environments import ClusterEnvironment
-from fabric.lightning.plugins.io import CheckpointIO, refuse_checkpoint_io
-from fabric.lightning.plugins.precision import Precision
+from fabric.lightning.accelerators import Accelerator
+from fabric.lightning.plugins import CheckpointIO, ClusterEnvironment, Precision, refuse_checkpoint_io
 from fabric.lightning.strategies.strategy import Strategy
 from fabric.strategies.accelerators.registry import available_accelerators
+from fabric.strategies.collectives.collective import ReduceOp
 
 _PRECISION_INPUT_INT: TypeAlias = Literal[64, 32, 16]
 _PRECISION_INPUT_STR_ALIAS: TypeAlias = Literal["64", "32", "16", "bf16"]
@@ -55,3 +54,28 @@ def _accelerator(word: Any) -> Any:
     if word == "gpu":
         return next((name for name in ("cuda", "mps", "xpu") if name in available_accelerators()), "cuda")
     return word
+
+
+_REDUCTIONS: dict[str, ReduceOp] = {
+    "avg": "mean",
+    "max": "max",
+    "mean": "mean",
+    "min": "min",
+    "product": "product",
+    "sum": "sum",
+}
+"""By name; torch's `ReduceOp.AVG` has the name "AVG"."""
+
+
+def reduction(operation: Any) -> ReduceOp:
+    """The core's name of a reduction: a name, an operation of torch, or None for the sum.
+
+    Raises: ValueError: there is no such reduction.
+    """
+    if operation is None:
+        return "sum"
+    name = str(operation if isinstance(operation, str) else getattr(operation, "name", "")).lower()
+    if name in _REDUCTIONS:
+        return _REDUCTIONS[name]
+    known = ", ".join(map(repr, _REDUCTIONS))
+    raise ValueError(f"`reduce_op={operation!r}` is not a reduction. Write one of {known}.")

@@ -22,8 +22,7 @@ from fabric.fabric import Fabric as CoreFabric
 from fabric.launchers.process.program import who_goes_on
 from fabric.launchers.registry import LAUNCHERS
 from fabric.lightning.accelerators import Accelerator, accelerator_of
-from fabric.lightning.connector import core_arguments
-from fabric.lightning.reductions import in_place, reduction
+from fabric.lightning.connector import core_arguments, reduction
 from fabric.lightning.strategies import Strategy, strategy_of
 from fabric.lightning.unsupported import unsupported
 from fabric.lightning.utilities.seed import seed_everything
@@ -31,6 +30,7 @@ from fabric.lightning.wrappers import AfterStep, _FabricDataLoader, _FabricModul
 from fabric.output.callbacks import methods
 from fabric.strategies.checkpoint import other_formats
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.tensors.paths import map_tensors
 
 T = TypeVar("T")
 
@@ -311,11 +311,19 @@ class Fabric:
         Raises: TypeError: the mean of integer tensors, which cannot hold it.
         """
         tensors = self.core.to_device(_tensors(data))
-        operation = reduction(reduce_op)
-        ranks = _collective(group)
-        return in_place(
-            tensors, operation, self._size_of(ranks), lambda one: self.core.all_reduce(one, ranks, operation)
-        )
+        operation, ranks = reduction(reduce_op), _collective(group)
+        if self._size_of(ranks) == 1:
+            return tensors
+        given = _listed(tensors)
+        for tensor in given if operation == "mean" else ():
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                raise TypeError(
+                    f"`all_reduce(..., reduce_op='mean')` of a tensor of {tensor.dtype}: it is reduced in place, and "
+                    "cannot hold fractions. Pass `tensor.float()`, or write `reduce_op='sum'`."
+                )
+        for tensor, result in zip(given, _listed(self.core.all_reduce(tensors, ranks, operation)), strict=True):
+            tensor.detach().copy_(result)
+        return tensors
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Let rank zero (of each node, if `local`) run the block before the others."""
@@ -461,6 +469,13 @@ def _tensors(data: Any) -> Any:
     if type(data) in (list, tuple):
         return type(data)(_tensors(value) for value in data)
     return torch.from_numpy(data) if type(data).__module__ == "numpy" and "shape" in dir(data) else data
+
+
+def _listed(nest: Any) -> list[Tensor]:
+    """The tensors of a nest, in its order."""
+    listed: list[Tensor] = []
+    map_tensors(lambda path, tensor: listed.append(tensor), nest)
+    return listed
 
 
 def _collective(group: Any) -> Collective | None:

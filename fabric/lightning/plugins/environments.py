@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabric.launchers.environments.environment import Environment as ClusterEnvironment
+from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.kubeflow import KubeflowEnvironment as KubeflowEnvironment
 from fabric.launchers.environments.lsf import LSFEnvironment as LSFEnvironment
 from fabric.launchers.environments.mpi import MPIEnvironment as MPIEnvironment
-from fabric.launchers.environments.slurm import SlurmEnvironment as SLURMEnvironment
+from fabric.launchers.environments.slurm import SlurmEnvironment
 from fabric.launchers.environments.torchelastic import TorchElasticEnvironment as TorchElasticEnvironment
 from fabric.launchers.environments.xla import XLAEnvironment as XLAEnvironment
 from fabric.lightning.unsupported import unsupported
 
-__all__ = [
-    "ClusterEnvironment",
-    "KubeflowEnvironment",
-    "LSFEnvironment",
-    "LightningEnvironment",
-    "MPIEnvironment",
-    "SLURMEnvironment",
-    "TorchElasticEnvironment",
-    "XLAEnvironment",
-]
+ClusterEnvironment = Environment
+SLURMEnvironment = SlurmEnvironment
 
 
 class LightningEnvironment:

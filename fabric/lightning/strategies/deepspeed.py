@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from fabric.lightning.strategies.strategy import ParallelStrategy, processes
+from fabric.lightning.strategies.strategy import ParallelStrategy, process_options
 from fabric.lightning.unsupported import refuse_arguments, unsupported
 from fabric.strategies.deepspeed.config import read_config
 from fabric.strategies.deepspeed.strategy import DeepSpeedStrategy as CoreDeepSpeed
@@ -26,16 +26,19 @@ _INSTEAD = {
     "logging_batch_size_per_gpu": "Leave it out: it only affects DeepSpeed's logs.",
     "logging_level": "Call `logging.getLogger('DeepSpeed').setLevel(level)`.",
     "exclude_frozen_parameters": "Pass `filter` to `fabric.save`.",
-    "nvme_path": "Leave it out: states can only be offloaded to main memory.",
-    "block_size": "Leave it out: states can only be offloaded to main memory.",
-    "queue_depth": "Leave it out: states can only be offloaded to main memory.",
-    "single_submit": "Leave it out: states can only be offloaded to main memory.",
-    "overlap_events": "Leave it out: states can only be offloaded to main memory.",
-    "thread_count": "Leave it out: states can only be offloaded to main memory.",
-    "partition_activations": "Recompute activations with `torch.utils.checkpoint` in the model.",
-    "cpu_checkpointing": "Recompute activations with `torch.utils.checkpoint` in the model.",
-    "contiguous_memory_optimization": "Recompute activations with `torch.utils.checkpoint` in the model.",
-    "synchronize_checkpoint_boundary": "Recompute activations with `torch.utils.checkpoint` in the model.",
+    **dict.fromkeys(
+        ("nvme_path", "block_size", "queue_depth", "single_submit", "overlap_events", "thread_count"),
+        "Leave it out: states can only be offloaded to main memory.",
+    ),
+    **dict.fromkeys(
+        (
+            "partition_activations",
+            "cpu_checkpointing",
+            "contiguous_memory_optimization",
+            "synchronize_checkpoint_boundary",
+        ),
+        "Recompute activations with `torch.utils.checkpoint` in the model.",
+    ),
 }
 
 
@@ -69,15 +72,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         timeout: timedelta | None = None,
         **kwargs: Any,
     ) -> None:
-        options = processes(
-            "DeepSpeedStrategy",
-            process_group_backend,
-            timeout,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            precision=precision,
-        )
+        options = process_options("DeepSpeedStrategy", locals())
         refuse_arguments("DeepSpeedStrategy", kwargs, _INSTEAD)
         if not zero_optimization or stage == 0:
             raise unsupported(

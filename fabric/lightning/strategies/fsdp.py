@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from fabric.lightning.strategies.strategy import ParallelStrategy, processes, unknown
+from fabric.lightning.strategies.strategy import ParallelStrategy, process_options, refuse_unknown
 from fabric.lightning.unsupported import unsupported
 from fabric.strategies.fsdp.strategy import FSDPStrategy as CoreFSDP
 
@@ -37,15 +37,7 @@ class FSDPStrategy(ParallelStrategy):
         device_mesh: Any = None,
         **kwargs: Any,
     ) -> None:
-        options = processes(
-            "FSDPStrategy",
-            process_group_backend,
-            timeout,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            precision=precision,
-        )
+        options = process_options("FSDPStrategy", locals())
         if mixed_precision is not None:
             raise unsupported(
                 "FSDPStrategy(mixed_precision=...)", "Write `Fabric(precision='bf16-mixed')`, or 'bf16-true'."
@@ -111,7 +103,7 @@ def _sharding(word: Any, mesh: Any) -> dict[str, Any]:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    unknown("FSDPStrategy", options, {**_FIXED, "backward_prefetch": None})
+    refuse_unknown("FSDPStrategy", options, {*_FIXED, "backward_prefetch"})
     for name, value in options.items():
         if name == "backward_prefetch":
             if value is not None and value.name != "BACKWARD_PRE":

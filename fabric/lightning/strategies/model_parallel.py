@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import nn
 
-from fabric.lightning.strategies.strategy import ParallelStrategy, processes
+from fabric.lightning.strategies.strategy import ParallelStrategy, process_options
 from fabric.strategies.model_parallel.strategy import ModelParallelStrategy as CoreModelParallel
 from fabric.strategies.strategy import Strategy as CoreStrategy
 
@@ -35,7 +35,7 @@ class ModelParallelStrategy(ParallelStrategy):
     ) -> None:
         self.saves_shards = bool(save_distributed_checkpoint)
         self._options = {
-            **processes("ModelParallelStrategy", process_group_backend, timeout),
+            **process_options("ModelParallelStrategy", locals()),
             "parallelize_fn": _WithNames(parallelize_fn),
         }
         self._sizes = (data_parallel_size, tensor_parallel_size)

@@ -7,16 +7,15 @@ so that it has `root_device` and the like; on a strategy without a fabric these 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from fabric.lightning.accelerators import Accelerator, accelerator_of
-from fabric.lightning.plugins.precision import Precision, precision_of
+from fabric.lightning.plugins import Precision, precision_of
 from fabric.lightning.unsupported import FABRIC_ARGUMENTS, refuse_arguments
-from fabric.strategies.single_device import SingleDeviceStrategy as CoreSingleDevice
 from fabric.strategies.strategy import Strategy as CoreStrategy
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ class Strategy:
         return self._fabric
 
 
-LAUNCHERS = {"popen": "auto", "spawn": "spawn", "fork": "fork", "forkserver": "forkserver"}
+_LAUNCHERS = {"popen": "auto", "spawn": "spawn", "fork": "fork", "forkserver": "forkserver"}
 
 
 class ParallelStrategy(Strategy):
@@ -132,26 +131,25 @@ class ParallelStrategy(Strategy):
         return self._within._configuration.topology.num_processes
 
 
-def processes(
-    where: str, process_group_backend: str | None, timeout: timedelta | None, start_method: str = "popen", **given: Any
-) -> dict[str, Any]:
-    """The core's options for processes. `said`: arguments that belong to `Fabric`; None if not passed.
+def process_options(where: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The core's options for processes, from the arguments of the strategy `where` by name.
 
-    Raises: ValueError, TypeError: a value is not allowed. UnsupportedError: one of `given` has a value.
+    Raises: ValueError, TypeError: a value is not allowed. UnsupportedError: an argument that belongs to `Fabric`.
     """
-    refuse_arguments(where, given, FABRIC_ARGUMENTS)
-    if start_method not in LAUNCHERS:
-        raise ValueError(f"`{where}(start_method={start_method!r})`: write one of {', '.join(map(repr, LAUNCHERS))}.")
+    refuse_arguments(where, arguments, FABRIC_ARGUMENTS)
+    start_method, timeout = arguments.get("start_method", "popen"), arguments["timeout"]
+    if start_method not in _LAUNCHERS:
+        raise ValueError(f"`{where}(start_method={start_method!r})`: write one of {', '.join(map(repr, _LAUNCHERS))}.")
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(
             f"`{where}(timeout={timeout!r})` is a `{type(timeout).__name__}`. Write a `datetime.timedelta`, such as "
             "`timedelta(minutes=30)`."
         )
-    options: dict[str, Any] = {"launcher": LAUNCHERS[start_method], "backend": process_group_backend}
+    options = {"launcher": _LAUNCHERS[start_method], "backend": arguments["process_group_backend"]}
     return options if timeout is None else {**options, "timeout_seconds": timeout.total_seconds()}
 
 
-def unknown(where: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def refuse_unknown(where: str, options: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise TypeError for an unknown option."""
     for name in options:
         if name not in known:
@@ -159,15 +157,3 @@ def unknown(where: str, options: Mapping[str, Any], known: Mapping[str, Any]) ->
                 f"`{where}({name}=...)`: there is no such option here. Write one of {', '.join(sorted(known))}, or "
                 "leave it out."
             )
-
-
-class SingleDeviceStrategy(Strategy):
-    """One process, one device. Pass the device to `Fabric(accelerator=..., devices=...)`."""
-
-    def __init__(
-        self, device: Any = None, accelerator: Any = None, checkpoint_io: Any = None, precision: Any = None
-    ) -> None:
-        given = {"device": device, "accelerator": accelerator, "checkpoint_io": checkpoint_io, "precision": precision}
-        device_instead = {"device": "Pass it to `Fabric`: `Fabric(accelerator='cuda', devices=[1])` for `cuda:1`."}
-        refuse_arguments("SingleDeviceStrategy", given, {**FABRIC_ARGUMENTS, **device_instead})
-        self._core = CoreSingleDevice()

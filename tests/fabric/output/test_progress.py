@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fabric import Fabric
-from fabric.output.progress.iteration import _line, progress
+from fabric.output.progress import _line, progress
 
 HIDE_CURSOR, SHOW_CURSOR, UP = "\x1b[?25l", "\x1b[?25h", "\x1b[1A"
 
@@ -107,7 +107,7 @@ def test_a_loop_left_early_prints_how_far_it_came() -> None:
     ids=["tensor", "nest", "tuple", "text", "scalar"],
 )
 def test_samples_are_the_first_dim_of_the_first_tensor(item: Any, samples: int) -> None:
-    from fabric.output.progress.iteration import _first_dim
+    from fabric.output.progress import _first_dim
 
     assert _first_dim(item) == samples
 
@@ -185,7 +185,7 @@ def test_a_bar_may_run_within_another() -> None:
 @pytest.mark.slow
 def test_an_iterator_kept_until_exit_restores_the_cursor() -> None:
     master, slave = pty.openpty()
-    program = "from fabric.output.progress.iteration import progress\nheld = progress(range(3), 'held')\nnext(held)\n"
+    program = "from fabric.output.progress import progress\nheld = progress(range(3), 'held')\nnext(held)\n"
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     subprocess.run([sys.executable, "-c", program], stdout=slave, env=environment, check=True, timeout=60)
     os.close(slave)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from fabric.output.loggers.logger import make_run_directory
+from fabric.output.logger import make_run_directory
 
 
 @final

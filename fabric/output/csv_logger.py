@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from fabric.output.loggers.logger import make_run_directory
+from fabric.output.logger import make_run_directory
 
 
 @final

@@ -15,7 +15,7 @@ import pytest
 import template
 
 from fabric import CSVLogger, Fabric, TensorBoardLogger
-from fabric.output.loggers.logger import Logger, metric_writer
+from fabric.output.logger import Logger, metric_writer
 
 # Other people's loggers, by the signatures that they have
 
@@ -193,7 +193,7 @@ def test_a_metric_may_not_bear_the_name_of_the_first_column(tmp_path: Path) -> N
 
 LOG_FOR_EVER = """
 import sys, itertools
-from fabric.output.loggers.csv_file import CSVLogger
+from fabric.output.csv_logger import CSVLogger
 logger = CSVLogger(sys.argv[1], version="killed")
 for step in itertools.count():
     logger.log_metrics({"loss": step / 3}, step)
@@ -299,7 +299,7 @@ def test_a_run_of_wandb_that_is_open_before_the_launch_is_said_once(tmp_path: Pa
 
 LOG_IN_A_FORK = """
 import os, sys
-from fabric.output.loggers.tensorboard import TensorBoardLogger
+from fabric.output.tensorboard_logger import TensorBoardLogger
 logger = TensorBoardLogger(sys.argv[1])
 logger.log_metrics({"where": 0.0}, 0)
 child = os.fork()
@@ -322,7 +322,7 @@ def test_a_fork_of_an_open_logger_begins_a_run_of_its_own(tmp_path: Path) -> Non
 def test_without_tensorboard_the_error_names_the_extra() -> None:
     program = (
         "import sys\nsys.modules['tensorboard'] = None\n"
-        "from fabric.output.loggers.tensorboard import TensorBoardLogger\nTensorBoardLogger('runs')\n"
+        "from fabric.output.tensorboard_logger import TensorBoardLogger\nTensorBoardLogger('runs')\n"
     )
     ended = template.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=60, env=os.environ)
     assert ended.stderr.decode().splitlines()[-1] == (

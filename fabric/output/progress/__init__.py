@@ -1,1 +1,0 @@
-"""The progress display of an iteration."""
