@@ -106,7 +106,7 @@ ON_BOTH := $(addprefix tests/,\
     fabric/loop/test_accumulation.py fabric/loop/test_evaluation.py fabric/checks/test_nonfinite.py \
     fabric/test_loops.py strategies/ddp/test_comm_hooks.py strategies/ddp/test_strategy.py strategies/gradients/test_traps.py \
     strategies/model_parallel/test_context_parallel.py strategies/model_parallel/pipeline/test_schedule.py \
-    strategies/optimizers/test_mixed_groups.py strategies/sharding/test_resharded_roots.py \
+    strategies/optimizers/test_dtensor_steps.py strategies/sharding/test_resharded_roots.py \
     fabric/configure/test_machine.py fabric/loop/test_seed.py strategies/collectives/test_process_group.py strategies/data/test_transfer.py)
 
 test-on-device: $(DEVICE)/test.done

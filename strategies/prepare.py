@@ -7,22 +7,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.gradients.clipping import clip_norm, clip_value, gradients_are_finite, move_state
+from fabric.strategies.gradients.clipping import clip_norm, clip_value, gradients_are_finite
 from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
 from fabric.strategies.module.forward import Around, ForwardPath
-from fabric.strategies.module.outputs import replace_tensors
-from fabric.strategies.module.same_model import refuse_meta
-from fabric.strategies.optimizers.mixed_groups import step_mixed_groups
+from fabric.strategies.module.model_checks import refuse_meta, refuse_shared_memory
+from fabric.strategies.module.output_tensors import replace_tensors
+from fabric.strategies.optimizers.dtensor_steps import step_mixed_groups, sum_over_shards_in_steps
 from fabric.strategies.optimizers.owners import needs_owners, refuse_shards, step_by_owners
-from fabric.strategies.optimizers.whole_norms import step_with_whole_numbers
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.precision.precision import autocast, cast_inputs, cast_module, cast_output, casts
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.tensors.parameters import refuse_shared_memory
 from fabric.strategies.undo import undo_all
 
 
@@ -37,6 +35,15 @@ def place(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], 
         module.to(runtime.device)
         for optimizer in optimizers:
             move_state(optimizer, runtime.device)
+
+
+def move_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Move the state of an optimizer, if it has any, to the device of its parameters."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            # A step count stays where its optimizer created it: on the CPU, unless fused or capturable.
+            if isinstance(value, Tensor) and name != "step":
+                state[name] = value.to(device)
 
 
 def make_contiguous(module: nn.Module) -> None:
@@ -106,7 +113,7 @@ def attach_to_steps(runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callab
         (
             attach_scaler(runtime.loss_scaler, optimizers),
             step_mixed_groups(each for each in optimizers if each not in owned),
-            step_with_whole_numbers(optimizers),
+            sum_over_shards_in_steps(optimizers),
             step_by_owners(runtime.collective, owned),
         )
     )

@@ -99,7 +99,7 @@ class Strategy(ABC):
     def units(self, module: nn.Module) -> list[str]:
         """The names of the submodules that `fully_shard` gathers one at a time; the rest of the model is gathered with
         the root. Under `fsdp` also of a model that is not set up yet."""
-        from fabric.strategies.sharding.layout import fsdp_modules
+        from fabric.strategies.sharding.fully_shard import fsdp_modules
 
         units = {*fsdp_modules(uncompiled(module))}
         return [name for name, part in uncompiled(module).named_modules() if name and part in units]

@@ -15,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.checks.agreement import SanitizerError
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.module.copies import Hook
+from fabric.strategies.module.deepcopy import Hook
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.sharding.layout import fsdp_modules
+from fabric.strategies.sharding.fully_shard import fsdp_modules
 from fabric.strategies.tensors.dtensor import user_class
 
 

@@ -18,7 +18,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.digest import numbers_of
 from fabric.strategies.tensors.parameters import parameters_of
-from fabric.strategies.tensors.wrapped import plain_tensors
+from fabric.strategies.tensors.wrapper_subclass import plain_tensors
 
 Parameters: TypeAlias = Mapping[str, nn.Parameter]
 """By their names."""

@@ -30,7 +30,7 @@ from fabric.lightning.wrappers import AfterStep, _FabricDataLoader, _FabricModul
 from fabric.output.callbacks import methods
 from fabric.strategies.checkpoint import other_formats
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.tensors.paths import map_tensors
+from fabric.strategies.tensors.nests import map_by_path
 
 T = TypeVar("T")
 
@@ -474,7 +474,7 @@ def _tensors(data: Any) -> Any:
 def _listed(nest: Any) -> list[Tensor]:
     """The tensors of a nest, in its order."""
     listed: list[Tensor] = []
-    map_tensors(lambda path, tensor: listed.append(tensor), nest)
+    map_by_path(lambda path, tensor: listed.append(tensor), nest)
     return listed
 
 

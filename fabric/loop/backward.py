@@ -23,7 +23,6 @@ from fabric.strategies.gradients.sync import backward_through
 from fabric.strategies.precision.precision import casts
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.tensors.nests import goes_through
 
 
 @final
@@ -74,7 +73,7 @@ class LossBackward:
             if isinstance(error, CollectiveError | torch.OutOfMemoryError):
                 raise
             known = (sentence for words, sentence in _EXPLAINED.items() if words in str(error))
-            sentence = next(known, _REENTRANT if goes_through(loss, "CheckpointFunctionBackward") else None)
+            sentence = next(known, _REENTRANT if _goes_through(loss, "CheckpointFunctionBackward") else None)
             if sentence is None:
                 raise
             raise RuntimeError(f"Backward failed: {type(error).__name__}: {error}\n{sentence}") from error
@@ -162,6 +161,21 @@ _FREED = (
     "view was changed in place (`logits /= 2`), write `logits = logits / 2`. If the loss has a gradient of inputs, by "
     "`torch.autograd.grad(..., create_graph=True)`, run a forward of its own for it."
 )
+
+
+def _goes_through(loss: Tensor, name: str) -> bool:
+    """Whether a function of autograd whose name begins so is among those that computed the loss."""
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            if node.name().startswith(name):
+                return True
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return False
+
+
 _REENTRANT = (
     "The loss goes through `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. A block that runs twice "
     "before its backward, in one forward or in two, then gives its weights their gradients twice, which this strategy "

@@ -18,8 +18,8 @@ from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.data.device_loader import DeviceLoader, loader_name
 from fabric.strategies.data.share import Share
+from fabric.strategies.tensors.nests import map_by_path
 from fabric.strategies.tensors.packing import check_dense
-from fabric.strategies.tensors.paths import map_tensors
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def gather_for_metrics(collective: Collective, share: Share, values: Sequence[T]
     _check_values(values, loader)
     own = values[: loader.iteration.num_own]
     batches, spec = _read(own)
-    nest: Any = map_tensors(lambda path, tensor: tensor[:0] if tensor.ndim else tensor, own[0]) if own else None
+    nest: Any = map_by_path(lambda path, tensor: tensor[:0] if tensor.ndim else tensor, own[0]) if own else None
     num_rows = [[len(tensor) if tensor.ndim else 1 for tensor in batch] for batch in batches]
     of_ranks = collective.all_gather_object((share.index, spec, num_rows))
     specs = {of_rank: rank for rank, (_, of_rank, _) in reversed([*enumerate(of_ranks)]) if of_rank is not None}
@@ -77,7 +77,7 @@ def _read(values: Sequence[Any]) -> tuple[list[list[Tensor]], str | None]:
     specs: list[str] = []
     for value in values:
         leaves: dict[str, Tensor] = {}
-        map_tensors(leaves.setdefault, value, "values[i]")
+        map_by_path(leaves.setdefault, value, "values[i]")
         batches.append([tensor.detach() for tensor in leaves.values()])
         specs.append("; ".join(f"{path}: {_spec(tensor)}" for path, tensor in leaves.items()))
         if specs[-1] != specs[0]:
@@ -102,7 +102,7 @@ def _put_together(
     `num_rows`: of each tensor of each batch of each rank.
     """
     likes: list[Tensor] = []
-    map_tensors(lambda path, like: likes.append(like), nest)
+    map_by_path(lambda path, like: likes.append(like), nest)
     lengths = [[[batch[place] for batch in of_rank] for of_rank in num_rows] for place in range(len(likes))]
     """Of each tensor: how many rows each rank has of it in each step."""
     joined: list[Tensor] = []
@@ -116,7 +116,7 @@ def _put_together(
         _in_order([of_ranks[rank][: sum(rows[rank])].split(rows[rank]) for rank in sources])
         for of_ranks, rows in zip(nested.all_gather(collective, joined), lengths, strict=True)
     )
-    return map_tensors(lambda path, like: next(results), nest)
+    return map_by_path(lambda path, like: next(results), nest)
 
 
 def _in_order(pieces: list[tuple[Tensor, ...]]) -> Tensor:

@@ -19,7 +19,7 @@ from fabric.strategies.checkpoint.state import ShardedStateful, load_into, uncom
 from fabric.strategies.checkpoint.tensors import TensorShards, in_memory
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.tensors.dtensor import local_part
-from fabric.strategies.tensors.wrapped import is_wrapped
+from fabric.strategies.tensors.wrapper_subclass import is_wrapped
 
 
 @final

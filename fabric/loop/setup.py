@@ -28,8 +28,8 @@ from fabric.strategies.gradients.bare_parameters import BareParameters, outside,
 from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.layout import Layout
 from fabric.strategies.module.activation_checkpointing import recompute
-from fabric.strategies.module.deferred_init import initialize_empty
-from fabric.strategies.module.same_model import refuse_different_models
+from fabric.strategies.module.initialization import initialize_empty
+from fabric.strategies.module.model_checks import refuse_different_models
 from fabric.strategies.optimizers.owners import needs_owners
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime

@@ -21,13 +21,12 @@ from torch.utils.weak import TensorWeakRef
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import HOST_DEVICES, Collective
-from fabric.strategies.gradients.averaging import average
-from fabric.strategies.gradients.scaling import Factor, scale_gradients
+from fabric.strategies.gradients.averaging import Factor, average, scale_gradients
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.dtensor import as_sharded, local_part
-from fabric.strategies.tensors.in_shards import InShards
+from fabric.strategies.tensors.gradient_placeholder import GradientPlaceholder
 from fabric.strategies.tensors.parameters import parameters_of
 
 Weight: TypeAlias = "float | Tensor"
@@ -100,7 +99,8 @@ def _refuse_present(model: Prepared, optimizers: Iterable[Optimizer]) -> None:
         return
     held = set(model.sync.parameters_held())
     # An engine refuses a second backward itself.
-    if any(_is_nonzero(each.grad) for each in present if each in held and not isinstance(each.grad, InShards)):
+    gradients = [each.grad for each in present if each in held]
+    if any(_is_nonzero(each) for each in gradients if not isinstance(each, GradientPlaceholder)):
         raise RuntimeError(_PRESENT.format(name=type(uncompiled(model.module)).__name__))
 
 
@@ -117,7 +117,7 @@ class _Unsynced:
         """Whether the gradients were set to None or to zero since."""
         gradient = _first_gradient(self._sync)
         # Zeroing of a gradient in shards counts no version.
-        if self._then is not None and gradient is not None and not isinstance(gradient, InShards):
+        if self._then is not None and gradient is not None and not isinstance(gradient, GradientPlaceholder):
             then, version = self._then
             if then() is gradient and gradient._version == version:
                 return False
@@ -191,7 +191,7 @@ def _first_gradient(sync: GradientSync) -> Tensor | None:
 
 
 def _is_nonzero(gradient: Tensor | None) -> bool:
-    if isinstance(gradient, InShards):
+    if isinstance(gradient, GradientPlaceholder):
         return not gradient.is_zeroed
     return gradient is not None and bool(local_part(gradient).count_nonzero())
 

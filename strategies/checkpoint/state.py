@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.tensors import TensorShards, in_memory, mapped_module, replicated
 from fabric.strategies.tensors.dtensor import as_sharded, gathered_weight, local_part, own_part, shard_like, whole
-from fabric.strategies.tensors.in_shards import InShards
+from fabric.strategies.tensors.gradient_placeholder import GradientPlaceholder
 from fabric.strategies.tensors.nests import map_only_tensors
-from fabric.strategies.tensors.wrapped import is_wrapped, plain_state, plain_tensors
+from fabric.strategies.tensors.wrapper_subclass import is_wrapped, plain_state, plain_tensors
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 RUN = "fabric"
@@ -125,7 +125,7 @@ class StateAccess(ABC):
         Ranks: all, after a synchronised backward.
         """
         for name, parameter in module.named_parameters():
-            if parameter.grad is not None and not isinstance(parameter.grad, InShards):
+            if parameter.grad is not None and not isinstance(parameter.grad, GradientPlaceholder):
                 yield name, whole(parameter.grad)
 
     def scatter(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fabric.strategies.checkpoint.storage import buffer_of
 from fabric.strategies.tensors.nests import NamedFields
-from fabric.strategies.tensors.wrapped import Wrapped, name_of, taken_apart, trusted
+from fabric.strategies.tensors.wrapper_subclass import Wrapped, name_of, taken_apart, trusted
 
 Json: TypeAlias = Any
 Keep: TypeAlias = Callable[[str, Any], Json]

@@ -19,8 +19,8 @@ from torch import Tensor
 from fabric.strategies.collectives.call_check import check_call, check_call_later
 from fabric.strategies.collectives.collective import HOST_DEVICES, Collective, ReduceOp, check_reduce_op
 from fabric.strategies.collectives.dtypes import reduction_dtype
+from fabric.strategies.tensors.nests import map_by_path
 from fabric.strategies.tensors.packing import Packing, Spec, check_dense, groups, split_copies
-from fabric.strategies.tensors.paths import map_tensors
 
 _PADDING = (
     "If lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of the "
@@ -102,7 +102,7 @@ def _described(
     try:
         if op is not None:
             check_reduce_op(op)
-        map_tensors(collect, data)
+        map_by_path(collect, data)
     except (TypeError, ValueError) as error:
         check_call(
             collective, f"{lines[0]}, refused: {error}"
@@ -123,7 +123,7 @@ def _put_back(data: Any, results: dict[int, Tensor]) -> Any:
     if isinstance(data, Tensor):
         return results[0]
     in_order: Iterator[Tensor] = (results[index] for index in range(len(results)))
-    return map_tensors(lambda path, tensor: next(in_order), data)
+    return map_by_path(lambda path, tensor: next(in_order), data)
 
 
 def _gather_traced(collective: Collective, tensors: list[Tensor], indices: list[int]) -> dict[int, Tensor]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.tensors.nests import map_by_path
 from fabric.strategies.tensors.packing import Spec, check_dense
-from fabric.strategies.tensors.paths import map_tensors
 
 
 def pad_across_ranks(collective: Collective, data: Any, dim: int = 0, pad_value: float = 0) -> Any:
@@ -35,13 +35,13 @@ def pad_across_ranks(collective: Collective, data: Any, dim: int = 0, pad_value:
         lines.append(f"{path}: {_open_spec(tensor, dim)}")
 
     try:
-        map_tensors(collect, data)
+        map_by_path(collect, data)
     except (IndexError, TypeError, ValueError) as error:
         check_call(collective, f"{lines[0]}, refused: {error}")
         raise
     check_call(collective, "\n".join(lines))
     longest = iter(collective.all_reduce(torch.tensor(lengths, dtype=torch.int64, device="cpu"), "max").tolist())
-    return map_tensors(lambda path, tensor: _padded(tensor, dim, next(longest), pad_value), data)
+    return map_by_path(lambda path, tensor: _padded(tensor, dim, next(longest), pad_value), data)
 
 
 def _padded(tensor: Tensor, dim: int, length: int, value: float) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.tensors.packing import flat, groups, put_back
-from fabric.strategies.tensors.wrapped import plain_tensors
+from fabric.strategies.tensors.wrapper_subclass import plain_tensors
 
 
 def broadcast_from_rank_zero(collective: Collective, tensors: Iterable[Tensor]) -> None:

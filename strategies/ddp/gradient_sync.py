@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.ddp.comm_hooks import register
-from fabric.strategies.gradients.scaling import Factor, scale_gradients
+from fabric.strategies.gradients.averaging import Factor, scale_gradients
 from fabric.strategies.gradients.sync import (
     GRAPH_OF_GRADIENTS,
     CallModule,
@@ -27,8 +27,8 @@ from fabric.strategies.gradients.sync import (
     end_reducer,
     one_gradient_each,
 )
-from fabric.strategies.module.changes import Contents
-from fabric.strategies.module.outputs import conceal, expose
+from fabric.strategies.module.output_tensors import list_hidden_tensors, restore_output
+from fabric.strategies.module.parameter_changes import ParameterSnapshot
 from fabric.strategies.tensors.packing import Spec
 from fabric.strategies.tensors.parameters import name_some
 
@@ -50,12 +50,12 @@ class DDPGradientSync(GradientSync):
         self.options, self.collective, self.module = options, runtime.collective, module
         self.expects_backward = False
         self.needs_all = not (options.find_unused_parameters or options.static_graph)
-        self.contents = Contents(module)
+        self.contents = ParameterSnapshot(module)
         self.states: list[Any] = []  # of the parameters when `parallel` was created
         self.parameters: list[nn.Parameter] = []
         self.parallel: DistributedDataParallel | None = None
         self.is_new = False  # `parallel` has averaged nothing yet
-        self.alike: Contents | None = None  # tensors that were broadcast from rank 0
+        self.alike: ParameterSnapshot | None = None  # tensors that were broadcast from rank 0
         if self.contents.trainable():
             self._arrange()
 
@@ -76,9 +76,9 @@ class DDPGradientSync(GradientSync):
                 output = self.parallel.forward(function, args, kwargs)  # type: ignore[no-untyped-call]
             else:  # torch searches the outputs for the parameters behind them
                 searched = self.parallel.forward(  # type: ignore[no-untyped-call]
-                    lambda *args, **kwargs: expose(function(*args, **kwargs)), args, kwargs
+                    lambda *args, **kwargs: list_hidden_tensors(function(*args, **kwargs)), args, kwargs
                 )
-                output = conceal(searched)
+                output = restore_output(searched)
             self.expects_backward = self.expects_backward or self.synced
         if self.synced and self.parallel is not None and self.options.broadcast_buffers and any(self.contents.buffers):
             # Not before forward, as in torch: this way an evaluation finds equal buffers, and needs no message.
@@ -108,7 +108,7 @@ class DDPGradientSync(GradientSync):
         DistributedDataParallel is kept.
         """
         if not self.contents.is_as_it_was():
-            now = Contents(self.module)
+            now = ParameterSnapshot(self.module)
             if not all(isinstance(each, nn.Parameter) for each in now.parameters):
                 return self.parallel is not None  # within `torch.func.functional_call`, with functions of the weights
             self.contents, self.states = now, []

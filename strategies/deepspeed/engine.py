@@ -27,16 +27,16 @@ from torch.utils.hooks import RemovableHandle
 from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.deepspeed.state import as_changed
+from fabric.strategies.gradients.averaging import Factor, multiply
 from fabric.strategies.gradients.clipping import norm_of, over_ranks
-from fabric.strategies.gradients.scaling import Factor, multiply
 from fabric.strategies.gradients.sync import Finish, GradientSync
-from fabric.strategies.module.changes import AddedParameters
-from fabric.strategies.module.copies import Hook
-from fabric.strategies.module.outputs import outputs_in
+from fabric.strategies.module.deepcopy import Hook
+from fabric.strategies.module.output_tensors import tensors_requiring_grad
+from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.precision.loss_scaler import all_finite
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder, start_comparing
-from fabric.strategies.tensors.in_shards import InShards
+from fabric.strategies.tensors.gradient_placeholder import GradientPlaceholder
 from fabric.strategies.tensors.parameters import name_some
 from fabric.strategies.torch_internals import after_backward
 from fabric.strategies.undo import hold_weakly, replace_attributes
@@ -79,7 +79,7 @@ class Engine(GradientSync):
 
         self._arrived: list[Tensor] = []  # parameters that got a gradient in this backward, in order
         self._reached: set[Tensor] = set()  # since their gradients were last set to None
-        self._placeholders: dict[Tensor, InShards] = {}
+        self._placeholders: dict[Tensor, GradientPlaceholder] = {}
         self._unreduced: dict[Tensor, Tensor] = {}  # at stage 1, between backwards: this rank's gradients
         self._has_gradients = self._is_reduced = self._is_stepped = self._in_backward = self._is_started = False
         self._outside, self._leaves_inference_mode = ExitStack(), False
@@ -124,7 +124,7 @@ class Engine(GradientSync):
         if self._buffered:
             broadcast_from_rank_zero(self.runtime.collective, buffers_of(self._buffered))
         start = partial(self._start, [])
-        for tensor in outputs_in(output):
+        for tensor in tensors_requiring_grad(output):
             tensor.register_hook(start)  # type: ignore[no-untyped-call]
         return output
 
@@ -295,7 +295,7 @@ class Engine(GradientSync):
             try:
                 parameter.grad = self._placeholders[parameter]
             except (KeyError, RuntimeError):  # none was made, or at stage 3 the parameter was gathered then
-                parameter.grad = self._placeholders[parameter] = InShards(parameter, _READ)
+                parameter.grad = self._placeholders[parameter] = GradientPlaceholder(parameter, _READ)
 
     def _take_placeholders(self) -> None:
         """Remove the placeholders, and discard the gradients if the program has zeroed them since the last backward."""

@@ -27,7 +27,7 @@ from fabric.strategies.checkpoint.tensors import (
     mapped_module,
     no_shards,
 )
-from fabric.strategies.tensors.wrapped import plain_state
+from fabric.strategies.tensors.wrapper_subclass import plain_state
 
 
 @final

@@ -30,10 +30,10 @@ from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.sync import LocalGradientSync
 from fabric.strategies.layout import SHARDS, Layout
-from fabric.strategies.module.copies import own_hooks, refuse_copies
+from fabric.strategies.module.deepcopy import own_hooks, refuse_copies
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.sparse_layers import refuse_sparse_layers
+from fabric.strategies.module.model_checks import refuse_sparse_layers, refuse_wrapped_in_flat
 from fabric.strategies.optimizers.elementwise import MODES, has_modes, refuse_dependent
 from fabric.strategies.prepare import make_contiguous, place, prepared, with_precision
 from fabric.strategies.prepared import Prepared, TrainedWeights
@@ -41,7 +41,7 @@ from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.target import Target, releases
-from fabric.strategies.tensors.wrapped import frozen_wrapped, refuse_wrapped_in_flat
+from fabric.strategies.tensors.wrapper_subclass import frozen_wrapped
 
 
 @final

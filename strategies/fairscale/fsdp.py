@@ -36,7 +36,12 @@ from fabric.strategies.fairscale.library import (
 )
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.layout import SHARDS, Layout
-from fabric.strategies.module.sparse_layers import refuse_sparse_layers
+from fabric.strategies.module.model_checks import (
+    refuse_shared_memory,
+    refuse_sparse_layers,
+    refuse_tied_apart,
+    refuse_wrapped_in_flat,
+)
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepare import attach_scaler, place, replica
@@ -44,8 +49,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target, releases
-from fabric.strategies.tensors.parameters import parameters_of, refuse_shared_memory, refuse_tied_apart
-from fabric.strategies.tensors.wrapped import refuse_wrapped_in_flat
+from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.undo import undo_all
 
 

@@ -43,9 +43,9 @@ from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero, bu
 from fabric.strategies.fairscale.fsdp_shards import ModuleHook, conceal, holds_local, plain_of, reveal
 from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, root_logger_untouched
 from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
-from fabric.strategies.module.changes import AddedParameters
 from fabric.strategies.module.forward import ForwardPath
-from fabric.strategies.module.outputs import outputs_in
+from fabric.strategies.module.output_tensors import tensors_requiring_grad
+from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.tensors.parameters import name_some
@@ -137,7 +137,7 @@ class FairScaleFSDPGradientSync(GradientSync):
             """FairScale would copy the result: it is given the tensors that are found in it."""
             nonlocal output
             output = function(*args, **kwargs)
-            return outputs_in(output)
+            return tensors_requiring_grad(output)
 
         self.num_running += 1
         try:

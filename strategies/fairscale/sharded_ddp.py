@@ -47,8 +47,8 @@ from fabric.strategies.fairscale.library import (
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.sync import CallModule, Finish, GradientSync, one_gradient_each
 from fabric.strategies.layout import Layout
-from fabric.strategies.module.changes import AddedParameters
-from fabric.strategies.module.sparse_layers import refuse_sparse_layers
+from fabric.strategies.module.model_checks import refuse_shared_memory, refuse_sparse_layers
+from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.optimizers.owners import refuse_part
 from fabric.strategies.optimizers.owners_state import OwnersState
 from fabric.strategies.prepare import place, replica
@@ -56,8 +56,8 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target, releases
-from fabric.strategies.tensors.in_shards import InShards
-from fabric.strategies.tensors.parameters import name_some, parameters_of, refuse_shared_memory
+from fabric.strategies.tensors.gradient_placeholder import GradientPlaceholder
+from fabric.strategies.tensors.parameters import name_some, parameters_of
 from fabric.strategies.undo import undo_all
 
 
@@ -256,7 +256,7 @@ class FairScaleShardedGradientSync(GradientSync):
             if owner == self.rank:
                 self.averages.add(parameter)
             elif not self.is_stepping and parameter.grad is None:
-                parameter.grad = InShards(parameter, _ELSEWHERE.format(owner=owner))
+                parameter.grad = GradientPlaceholder(parameter, _ELSEWHERE.format(owner=owner))
 
     @torch.no_grad()
     def _check_unsynced(self, aside: list[tuple[Tensor, Tensor]]) -> None:
@@ -288,14 +288,14 @@ class FairScaleShardedGradientSync(GradientSync):
                 mine.append(parameter)
             elif owner is None:
                 raise RuntimeError(_WITHOUT_OWNER.format(optimizer=type(optimizer).__name__))
-            elif parameter.grad is not None and not isinstance(parameter.grad, InShards):
+            elif parameter.grad is not None and not isinstance(parameter.grad, GradientPlaceholder):
                 raise RuntimeError(NOT_AVERAGED.format(optimizer=type(optimizer).__name__))
         return mine
 
     def _hide_others(self) -> None:
         """Remove the placeholders of gradients that other ranks have."""
         for parameter in self.owner:
-            if isinstance(parameter.grad, InShards):
+            if isinstance(parameter.grad, GradientPlaceholder):
                 parameter.grad = None
 
     def _attach(self, optimizer: Optimizer) -> list[Callable[[], None]]:

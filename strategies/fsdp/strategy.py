@@ -25,11 +25,16 @@ from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
 from fabric.strategies.layout import SHARDS, Layout
-from fabric.strategies.module.copies import IN_SHARDS, Hook, refuse_copies
-from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
+from fabric.strategies.module.deepcopy import IN_SHARDS, Hook, refuse_copies
 from fabric.strategies.module.forward import ForwardPath
-from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.sparse_layers import refuse_sparse_layers
+from fabric.strategies.module.initialization import UninitializedTensors, in_order_of_apply, new_tensors
+from fabric.strategies.module.model_checks import (
+    SCALARS,
+    refuse_scalars,
+    refuse_sharded,
+    refuse_sparse_layers,
+    refuse_tied_apart,
+)
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching, num_bytes
 from fabric.strategies.optimizers.owners_state import sharded_state
 from fabric.strategies.optimizers.rebinding import rebinding
@@ -38,13 +43,12 @@ from fabric.strategies.prepare import make_contiguous, prepared, with_precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.fully_sharded import conceal_output, expose_output, mark_gathering
+from fabric.strategies.sharding.fully_shard import list_hidden_tensors_after, mark_gathering, restore_output_after
 from fabric.strategies.sharding.gradient_sync import ShardedGradientSync
-from fabric.strategies.sharding.layout import refuse_cut
 from fabric.strategies.sharding.mesh import check_degrees
 from fabric.strategies.target import Target
-from fabric.strategies.tensors.parameters import name_some, own_tensors, refuse_tied_apart
-from fabric.strategies.tensors.wrapped import frozen_wrapped, move
+from fabric.strategies.tensors.parameters import name_some, own_tensors
+from fabric.strategies.tensors.wrapper_subclass import frozen_wrapped, move
 
 
 @final
@@ -98,7 +102,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
-        return {"copies": IN_SHARDS, "scalars": _SCALARS}
+        return {"copies": IN_SHARDS, "scalars": SCALARS}
 
     def layout(self, degrees: Mapping[str, int]) -> Layout:
         return replace(SHARDS, forward_communicates=True, averages_before_hooks=True)
@@ -126,31 +130,31 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         inner = uncompiled(module)
-        refuse_cut(inner, _LEAVE_OUT)
+        refuse_sharded(inner, _LEAVE_OUT)
         if runtime.world.size > 1:
             refuse_sparse_layers("fsdp", inner)
         units = self._units(inner, runtime.precision)
         refuse_tied_apart(inner, units, "auto_wrap_policy")
-        _refuse_scalars(inner)
+        refuse_scalars(inner)
         if runtime.world.size > 1 and (words := self._words(inner)) is not None:
             runtime.report(words)
         if runtime.world.size > 1 and (whole := frozen_wrapped(inner)):
             runtime.report(_WHOLE.format(model=type(inner).__name__, count=len(whole), names=name_some(list(whole))))
-        unfilled, hooks = Unfilled(inner), list[RemovableHandle]()
+        uninitialized, hooks = UninitializedTensors(inner), list[RemovableHandle]()
         with rebinding(inner, optimizers):
             cast_module(runtime.precision, inner)
             make_contiguous(inner)
             for part in in_order_of_apply(inner):
-                unfilled.fill(part, runtime.device, runtime.collective)
+                uninitialized.fill(part, runtime.device, runtime.collective)
                 if part in units:
                     # The hook of `fully_shard`, and no hook of the user's, sees what the first of these returns.
-                    hooks.append(part.register_forward_hook(Hook(expose_output)))
+                    hooks.append(part.register_forward_hook(Hook(list_hidden_tensors_after)))
                     self._shard(runtime, part, units)
-                    hooks.append(part.register_forward_hook(Hook(conceal_output)))
-            unfilled.finish(inner, runtime.device, runtime.collective)
-            if unfilled.was_empty and runtime.world.size > 1:
+                    hooks.append(part.register_forward_hook(Hook(restore_output_after)))
+            uninitialized.finish(inner, runtime.device, runtime.collective)
+            if uninitialized.was_empty and runtime.world.size > 1:
                 broadcast_from_rank_zero(runtime.collective, inner.buffers())
-        sync = ShardedGradientSync(runtime, inner, unfilled, broadcast_buffers=self.broadcast_buffers)
+        sync = ShardedGradientSync(runtime, inner, uninitialized, broadcast_buffers=self.broadcast_buffers)
         mark = partial(mark_gathering, inner)
         path = ForwardPath(inner, with_precision(runtime, sync.forward), mark)
         made = prepared(
@@ -231,16 +235,3 @@ def _check_mesh(mesh: Any) -> None:
     is_pair = isinstance(mesh, (tuple, list)) and len(mesh) == 2 and all(isinstance(degree, int) for degree in mesh)
     if not (mesh is None or mesh == "nodes" or is_pair):
         raise ValueError(f"`device_mesh={mesh!r}`: write two whole numbers, `(replicas, shards)`, 'nodes', or None.")
-
-
-def _refuse_scalars(module: nn.Module) -> None:
-    """Raise ValueError if a parameter cannot be sharded, before any is."""
-    names = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
-    if names:
-        raise ValueError(f"{', '.join(map(repr, names))} of `{type(module).__name__}`: {_SCALARS}")
-
-
-_SCALARS = (
-    "torch's `fully_shard` cuts each parameter along its first dimension, and one without dimensions has none. Make it "
-    "of shape `(1,)`, as in `nn.Parameter(torch.ones(1))`, or pass `strategy='ddp'` or a stage of DeepSpeed."
-)

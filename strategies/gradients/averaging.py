@@ -1,4 +1,4 @@
-"""Averaging of gradients after backward, over the ranks of a collective.
+"""Averaging of gradients after backward, over the ranks of a collective; gradients times a factor.
 
 # Note [Averages of averages]
 All of `.grad` is averaged, including what has accumulated. A part that was averaged before is equal on every rank, so
@@ -10,15 +10,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import HOST_DEVICES, Collective
-from fabric.strategies.gradients.clipping import DENSE, NONE, kind_of, refuse_sparse
 from fabric.strategies.tensors.dtensor import as_sharded, local_part
 from fabric.strategies.tensors.packing import exchange
+
+Factor: TypeAlias = "float | Tensor"
+"""A number, or a tensor without dimensions, whose value is not copied to the host."""
+
+_SINGLE_BYTES = 4
+
+
+NONE, DENSE, SPARSE = range(3)
+
+
+def kind_of(gradient: Tensor | None) -> int:
+    """NONE, DENSE or SPARSE. Ranks exchange this before they exchange gradients."""
+    if gradient is None:
+        return NONE
+    return DENSE if gradient.layout == torch.strided else SPARSE
+
+
+def refuse_sparse(parameters: Sequence[Tensor], kinds: Sequence[int]) -> None:
+    """Raise RuntimeError if a parameter has a sparse gradient. `kinds`: the maximum over all ranks."""
+    for parameter, kind in zip(parameters, kinds, strict=True):
+        if kind == SPARSE:
+            raise RuntimeError(
+                f"A gradient of shape {tuple(parameter.shape)} is sparse, and ranks average dense ones here. Make the "
+                "layer with `sparse=False`, or pass `strategy='ddp'`, which averages both."
+            )
 
 
 @torch.no_grad()
@@ -68,3 +92,26 @@ def _present_anywhere(collective: Collective, parameters: Iterable[Tensor]) -> l
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     return present
+
+
+def scale_gradients(parameters: Iterable[Tensor], factor: Factor) -> None:
+    """Multiply this rank's gradients, or its shards of them, of the trained parameters."""
+    multiply([grad for each in parameters if (grad := each.grad) is not None and each.requires_grad], factor)
+
+
+@torch.no_grad()
+def multiply(tensors: Iterable[Tensor], factor: Factor) -> None:
+    """Multiply tensors, or this rank's shards, of any dtypes in place, each product rounded once."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for each in tensors:
+        part = each if type(each) is Tensor else local_part(each)
+        alike.setdefault((part.device, part.dtype), []).append(part)
+    for (device, dtype), parts in alike.items():
+        if dtype.itemsize < _SINGLE_BYTES:  # torch would round the factor to 16 bits as well: `_foreach_mul_`, `mul_`
+            wide = torch.as_tensor(factor, device=device) if isinstance(factor, Tensor) else factor
+            for part in parts:
+                part.copy_(part.float().mul_(wide))
+        elif isinstance(factor, Tensor) or device.type == "cpu":  # which would convert a number for each gradient
+            torch._foreach_mul_(parts, torch.as_tensor(factor, dtype=dtype.to_real(), device=device))
+        else:
+            torch._foreach_mul_(parts, factor)

@@ -1,6 +1,4 @@
-"""Gradients: hooks, their layouts (dense or sparse), and clipping.
-
-Clipping supports plain gradients, sharded ones, and both in one model.
+"""Clipping of gradients, plain or sharded, or both in one model.
 
 # Note [Norms over several meshes]
 torch's own clipping raises if gradients are on different meshes, or if only some are sharded. So gradients are grouped
@@ -18,13 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.precision.loss_scaler import LossScaler, all_finite
 from fabric.strategies.tensors.dtensor import as_sharded, local_part, on_mesh, put_together
 from fabric.strategies.tensors.parameters import parameters_of
-from fabric.strategies.undo import hold_weakly
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -181,45 +177,3 @@ def _over_mesh(norm: Tensor, norm_type: float, mesh: DeviceMesh, placements: tup
     local = on_mesh(norm if largest else norm**norm_type, mesh)
     reduced = put_together(DTensor.from_local(local, mesh, over, run_check=False))
     return reduced if largest else reduced.pow(1 / norm_type)
-
-
-def move_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Move the state of an optimizer, if it has any, to the device of its parameters."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            # A step count stays where its optimizer created it: on the CPU, unless fused or capturable.
-            if isinstance(value, Tensor) and name != "step":
-                state[name] = value.to(device)
-
-
-NONE, DENSE, SPARSE = range(3)
-
-
-def kind_of(gradient: Tensor | None) -> int:
-    """NONE, DENSE or SPARSE. Ranks exchange this before they exchange gradients."""
-    if gradient is None:
-        return NONE
-    return DENSE if gradient.layout == torch.strided else SPARSE
-
-
-def refuse_sparse(parameters: Sequence[Tensor], kinds: Sequence[int]) -> None:
-    """Raise RuntimeError if a parameter has a sparse gradient. `kinds`: the maximum over all ranks."""
-    for parameter, kind in zip(parameters, kinds, strict=True):
-        if kind == SPARSE:
-            raise RuntimeError(
-                f"A gradient of shape {tuple(parameter.shape)} is sparse, and ranks average dense ones here. Make the "
-                "layer with `sparse=False`, or pass `strategy='ddp'`, which averages both."
-            )
-
-
-def on_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call `hook` for each accumulated gradient, also if the parameter is frozen now and unfrozen later.
-
-    It is held weakly: the caller keeps it. See `hold_weakly`.
-    """
-    before = parameter.requires_grad
-    parameter.requires_grad_()
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    parameter.requires_grad_(before)
-    hold_weakly(handle)
-    return handle

@@ -16,8 +16,10 @@ from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.gradients.scaling import Factor, scale_gradients
+from fabric.strategies.gradients.averaging import Factor, scale_gradients
+from fabric.strategies.undo import hold_weakly
 
 Finish: TypeAlias = Callable[[], None]
 """Called after a backward: completes its synchronisation, or raises RuntimeError if gradients are wrong."""
@@ -206,3 +208,16 @@ def one_gradient_each(parameters: Iterable[Tensor]) -> Finish:
             raise RuntimeError("This backward gave parameters several gradients, of which the first is averaged alone.")
 
     return finish
+
+
+def on_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `hook` for each accumulated gradient, also if the parameter is frozen now and unfrozen later.
+
+    It is held weakly: the caller keeps it. See `hold_weakly`.
+    """
+    before = parameter.requires_grad
+    parameter.requires_grad_()
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(before)
+    hold_weakly(handle)
+    return handle

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
-from fabric.strategies.gradients.clipping import NONE, kind_of, on_gradient, refuse_sparse
-from fabric.strategies.gradients.sync import Finish, GradientSync
-from fabric.strategies.module.changes import AddedParameters
+from fabric.strategies.gradients.averaging import NONE, kind_of, refuse_sparse
+from fabric.strategies.gradients.sync import Finish, GradientSync, on_gradient
+from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.tensors.packing import exchange
 from fabric.strategies.torch_internals import after_backward
 

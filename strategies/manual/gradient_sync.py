@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,14 +19,22 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.gradients.averaging import average
-from fabric.strategies.gradients.clipping import on_gradient
-from fabric.strategies.gradients.sync import GRAPH_OF_GRADIENTS, INPUTS_OF_SHARDS, Finish, GradientSync, end_reducer
-from fabric.strategies.manual.context import ManualContext, Parallelized
+from fabric.strategies.gradients.sync import (
+    GRAPH_OF_GRADIENTS,
+    INPUTS_OF_SHARDS,
+    Finish,
+    GradientSync,
+    end_reducer,
+    on_gradient,
+)
 from fabric.strategies.manual.state import own_parameters
-from fabric.strategies.module.changes import AddedParameters
-from fabric.strategies.sharding.fully_sharded import FirstGather
+from fabric.strategies.module.parameter_changes import AddedParameters
+from fabric.strategies.sharding.fully_shard import GatherOutsideInference
 from fabric.strategies.sharding.mesh import along, axes_of, degree
 from fabric.strategies.tensors.dtensor import as_sharded
+
+if TYPE_CHECKING:
+    from fabric.strategies.manual.strategy import ManualContext, Parallelized
 
 
 @final
@@ -42,7 +50,7 @@ class ManualGradientSync(GradientSync):
         self.replicas = [part for part in parts if isinstance(part, DistributedDataParallel)]
         self.sharded = [part for part in parts if isinstance(part, FSDPModule)]
         self.refuses = {**(INPUTS_OF_SHARDS if self.sharded else {}), **(GRAPH_OF_GRADIENTS if self.replicas else {})}
-        self.first_gather = FirstGather(self.sharded)
+        self.gather_outside_inference = GatherOutsideInference(self.sharded)
         self.expected = False
         self.names: dict[Tensor, str] = {each: name for name, each in own_parameters(parallel.module).items()}
         theirs = {tensor for replica in self.replicas for tensor in _tensors_of(replica)}
@@ -109,7 +117,7 @@ class ManualGradientSync(GradientSync):
     def release(self) -> None:
         for handle in self.hooks:
             handle.remove()
-        self.first_gather.release()
+        self.gather_outside_inference.release()
         for part in self.replicas:
             end_reducer(part)
 

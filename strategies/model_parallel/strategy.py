@@ -28,32 +28,29 @@ from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.gradients.clipping import move_state
 from fabric.strategies.layout import SHARDS, Layout
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.setup import pipelined
-from fabric.strategies.module.copies import IN_SHARDS, IN_STAGES, refuse_copies
-from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
+from fabric.strategies.module.deepcopy import IN_SHARDS, IN_STAGES, refuse_copies
 from fabric.strategies.module.forward import ForwardPath
-from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.sparse_layers import refuse_sparse_layers
+from fabric.strategies.module.initialization import UninitializedTensors, in_order_of_apply, new_tensors
+from fabric.strategies.module.model_checks import refuse_sharded, refuse_sparse_layers
 from fabric.strategies.optimizers.owners_state import sharded_state
 from fabric.strategies.optimizers.rebinding import rebinding
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.precision import cast_module
-from fabric.strategies.prepare import make_contiguous, prepared, with_precision
+from fabric.strategies.prepare import make_contiguous, move_state, prepared, with_precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.fully_sharded import expose_outputs, mark_gathering, reshard_roots
+from fabric.strategies.sharding.fully_shard import list_hidden_tensors_of_units, mark_gathering, reshard_roots
 from fabric.strategies.sharding.gradient_sync import MeshAveraging, ShardedGradientSync
-from fabric.strategies.sharding.layout import Parallelize, parallelize, refuse_cut
-from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, complete
+from fabric.strategies.sharding.mesh import COPIES, Degree, Parallelize, check_written, complete, parallelize
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.parameters import name_some
-from fabric.strategies.tensors.wrapped import frozen_wrapped
-from fabric.strategies.tensors.wrapped import move as move_tensor
+from fabric.strategies.tensors.wrapper_subclass import frozen_wrapped
+from fabric.strategies.tensors.wrapper_subclass import move as move_tensor
 
 
 @final
@@ -146,20 +143,20 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             lay_out = partial(self._parallelize, runtime)
             return pipelined(self.pipeline, runtime, module, optimizers, move=move, parallelize=lay_out)
         inner = uncompiled(module)
-        refuse_cut(inner, "Leave that to `parallelize_fn`, which `setup` calls once they are.")
-        unfilled = Unfilled(inner)
+        refuse_sharded(inner, "Leave that to `parallelize_fn`, which `setup` calls once they are.")
+        uninitialized = UninitializedTensors(inner)
         with rebinding(inner, optimizers):
             place_and_broadcast(runtime, inner, optimizers, move=move)
             result = self._parallelize(runtime, inner)
-            initialize_meta_tensors(runtime, inner, unfilled)
+            initialize_meta_tensors(runtime, inner, uninitialized)
         refuse_sparse_layers("model_parallel", inner, sharded=True)
         averaging = MeshAveraging(runtime, inner)
-        sync = ShardedGradientSync(runtime, inner, unfilled, averaging, broadcast_buffers=self.broadcast_buffers)
+        sync = ShardedGradientSync(runtime, inner, uninitialized, averaging, broadcast_buffers=self.broadcast_buffers)
         mark = partial(mark_gathering, inner)
         path = ForwardPath(inner, with_precision(runtime, sync.forward), mark)
         is_sharded = any(as_sharded(parameter) is not None for parameter in inner.parameters())
         ends = [
-            *(hook.remove for hook in expose_outputs(inner)),
+            *(hook.remove for hook in list_hidden_tensors_of_units(inner)),
             *([refuse_copies(inner, IN_SHARDS)] if is_sharded else []),
         ]
         made = prepared(runtime, module if result is inner else result, optimizers, sync, path, *ends)
@@ -209,11 +206,11 @@ def place_and_broadcast(runtime: Runtime, module: nn.Module, optimizers: Sequenc
         broadcast_from_rank_zero(runtime.collective, tensors)
 
 
-def initialize_meta_tensors(runtime: Runtime, module: nn.Module, unfilled: Unfilled) -> None:
-    """Initialise tensors on meta, after the module is parallelised: see `deferred_init.py`. Ranks: all call it."""
+def initialize_meta_tensors(runtime: Runtime, module: nn.Module, uninitialized: UninitializedTensors) -> None:
+    """Initialise tensors on meta, after the module is parallelised: see `initialization.py`. Ranks: all call it."""
     for part in in_order_of_apply(module):
-        unfilled.fill(part, runtime.device, runtime.collective)
-    unfilled.finish(module, runtime.device, runtime.collective)
-    if unfilled.was_empty and runtime.world.size > 1:
+        uninitialized.fill(part, runtime.device, runtime.collective)
+    uninitialized.finish(module, runtime.device, runtime.collective)
+    if uninitialized.was_empty and runtime.world.size > 1:
         tensors = (*module.parameters(), *module.buffers())
         broadcast_from_rank_zero(runtime.collective, [each for each in tensors if as_sharded(each) is None])

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import nn
 
-from fabric.strategies.module.copies import forget_copied_hooks
+from fabric.strategies.module.deepcopy import forget_copied_hooks
 from fabric.strategies.torch_internals import disable_dynamo, require_compiler
 
 eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)

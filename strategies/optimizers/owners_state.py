@@ -19,7 +19,7 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.sharded_state import ShardedState
 from fabric.strategies.tensors.nests import map_leaves, map_only_tensors
 from fabric.strategies.tensors.parameters import parameters_of
-from fabric.strategies.tensors.wrapped import Wrapped, put_together, taken_apart
+from fabric.strategies.tensors.wrapper_subclass import Wrapped, put_together, taken_apart
 
 
 @final

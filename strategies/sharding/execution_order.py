@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from fabric.strategies.module.copies import Hook
+from fabric.strategies.module.deepcopy import Hook
 from fabric.strategies.module.forward import Around
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.dtensor import user_class

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.gradients.averaging import average, redistribute
 from fabric.strategies.gradients.sync import INPUTS_OF_SHARDS, Finish, GradientSync, all_of
-from fabric.strategies.module.changes import AddedParameters
-from fabric.strategies.module.deferred_init import Unfilled
+from fabric.strategies.module.initialization import UninitializedTensors
+from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
-from fabric.strategies.sharding.fully_sharded import FirstGather
-from fabric.strategies.sharding.layout import DATA_AXES, fsdp_modules, unaveraged
-from fabric.strategies.sharding.mesh import along, degree
-from fabric.strategies.sharding.reductions import Reductions
+from fabric.strategies.sharding.fully_shard import GatherOutsideInference, fsdp_modules
+from fabric.strategies.sharding.mesh import DATA_AXES, along, degree, unaveraged
+from fabric.strategies.sharding.unreduced_gradients import UnreducedGradients
 from fabric.strategies.tensors.dtensor import local_part, user_class
 
 
@@ -31,20 +30,21 @@ class ShardedGradientSync(GradientSync):
         self,
         runtime: Runtime,
         module: nn.Module,
-        unfilled: Unfilled,
+        uninitialized: UninitializedTensors,
         averaging: MeshAveraging | None = None,
         *,
         broadcast_buffers: bool,
     ) -> None:
-        self.collective, self.module, self.unfilled, self.averaging = runtime.collective, module, unfilled, averaging
+        self.collective, self.module = runtime.collective, module
+        self.uninitialized, self.averaging = uninitialized, averaging
         self.data = runtime.collective if averaging is None else averaging.data
         self.buffered = list(module.modules()) if broadcast_buffers and runtime.world.size > 1 else []
         units = fsdp_modules(module)
         self.refuses = INPUTS_OF_SHARDS if units else {}
         self.additions = AddedParameters(module, by_name=bool(units))
-        self.first_gather = FirstGather(units)
+        self.gather_outside_inference = GatherOutsideInference(units)
         self.order = ExecutionOrder(runtime, module, units)
-        self.reductions = Reductions(runtime, module, units)
+        self.reductions = UnreducedGradients(runtime, module, units)
         self.parameters = list(module.parameters())  # the shards; `fully_shard` may replace them by gathered parameters
         self._ordered = self.order.around(self._forward)
 
@@ -68,13 +68,13 @@ class ShardedGradientSync(GradientSync):
     def release(self) -> None:
         self.reductions.release()
         self.order.release()
-        self.first_gather.release()
+        self.gather_outside_inference.release()
 
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.unfilled.check(self.collective)
+        self.uninitialized.check(self.collective)
         self.additions.refuse()
         if torch.is_inference_mode_enabled():
-            self.first_gather.before_forward(self.module)  # a marked method runs no hooks of the module
+            self.gather_outside_inference.before_forward(self.module)  # a marked method runs no hooks of the module
         try:
             output = function(*args, **kwargs)
         except RuntimeError as error:

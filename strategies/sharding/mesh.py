@@ -1,23 +1,34 @@
-"""Device meshes: the ranks of a world along named axes, whose sizes multiply to the world size.
+"""Device meshes: the ranks of a world along named axes, and how a model is distributed over them.
 
-Ranks are numbered with the last axis fastest, so its ranks are adjacent.
+The sizes of the axes multiply to the world size. Ranks are numbered with the last axis fastest, so its ranks are
+adjacent. A distribution that would give wrong gradients is refused before the first forward, without communication.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
+from torch import nn
 
+from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.sharding.fully_shard import fsdp_modules
+from fabric.strategies.tensors.dtensor import as_sharded
+from fabric.strategies.tensors.parameters import parameters_by_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Degree: TypeAlias = int | Literal["auto"]
+
+DATA_AXES = ("data", "shard", "context")
+"""Ranks along these axes read different data, so gradients are averaged along them."""
+Parallelize: TypeAlias = "Callable[[Any, DeviceMesh], nn.Module | None]"
+"""`function(model, mesh)` parallelizes the model in place, and may return it."""
 
 COPIES = (
     "`all_gather(sync_grads=True)` over all ranks of a mesh, of which some read the same samples: the result would "
@@ -126,3 +137,90 @@ def _groups(mesh: DeviceMesh, axes: Sequence[str]) -> list[list[int]]:
     size = math.prod(mesh.size(dim) for dim in dims)
     groups: list[list[int]] = mesh.mesh.permute(*others, *dims).reshape(-1, size).tolist()
     return groups
+
+
+def parallelize(module: nn.Module, mesh: DeviceMesh, function: Parallelize) -> nn.Module:
+    """Call the user's function on the model and the mesh. Returns the model, or its compiled form.
+
+    Raises: TypeError: the function returned another object. ValueError: it changed names.
+    """
+    before = parameters_by_name(module)
+    result = function(module, mesh)
+    if result is not None and (not isinstance(result, nn.Module) or uncompiled(result) is not module):
+        raise TypeError(
+            f"`parallelize_fn` was given a `{type(module).__name__}` and returned another object, a "
+            f"`{type(result).__name__}`. Change the model in place, and return it, or nothing."
+        )
+    changed = sorted(before.keys() ^ parameters_by_name(module).keys())
+    if changed:
+        some = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+        raise ValueError(
+            f"`parallelize_fn` added, removed or renamed parameters: {some}. Checkpoints and optimizers know them by "
+            "their names. Do that before `setup`; to compile a submodule, call `submodule.compile()`, which renames "
+            "nothing."
+        )
+    return module if result is None else result
+
+
+def unaveraged(module: nn.Module, mesh: DeviceMesh) -> dict[tuple[str, ...], list[nn.Parameter]]:
+    """The parameters of a parallelized model whose gradients no wrapper averages, by the axes along which it does not.
+    Along all other data axes `fully_shard` does.
+
+    Raises: ValueError: an axis is not used, or a parameter would get wrong gradients.
+    """
+    data = [axis for axis in DATA_AXES if degree(mesh, axis) > 1]
+    managed = {parameter for part in fsdp_modules(module) for parameter in cast(nn.Module, part).parameters()}
+    found: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    used: set[str] = set()
+    for name, parameter in module.named_parameters():
+        axes = _axes_of(name, parameter, mesh)
+        used |= axes
+        averaged = axes & set(data)
+        if averaged and parameter not in managed:
+            raise ValueError(
+                f"`{name}` is sharded over the axis {_words(averaged)}, whose ranks have different data, but not by "
+                f"`fully_shard`, so its gradients would be wrong. Use `fully_shard(module, mesh=mesh['shard'])`; "
+                "`parallelize_module` and `distribute_tensor` are for `mesh['tensor']`."
+            )
+        left = tuple(axis for axis in data if axis not in averaged)
+        if left:
+            found.setdefault(left, []).append(parameter)
+    _refuse_unused(mesh, used)
+    return found
+
+
+def _axes_of(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> frozenset[str]:
+    """The axes that a parameter is distributed over."""
+    sharded = as_sharded(parameter)
+    if sharded is None:
+        return frozenset()
+    axes = axes_of(sharded.device_mesh, mesh)
+    if axes is None:
+        raise ValueError(
+            f"`{name}` is sharded over a mesh of its own, {sharded.device_mesh}, which is no submesh of the mesh "
+            "that `parallelize_fn` was given. Take parts of that one: `mesh['tensor']`, `mesh['data', 'shard']`."
+        )
+    mixed = next((each for each in axes if len(each) > 1 and not each <= set(DATA_AXES)), None)
+    if mixed is not None:
+        raise ValueError(
+            f"`{name}` is sharded over the axes {_words(mixed)} as one. Ranks along 'tensor' have the same data and "
+            "those along 'shard' different data. Name the mesh: `fully_shard(module, mesh=mesh['shard'])`."
+        )
+    return frozenset[str]().union(*axes)
+
+
+def _refuse_unused(mesh: DeviceMesh, used: set[str]) -> None:
+    ways = {
+        "shard": "`fully_shard(module, mesh=mesh['shard'])`",
+        "tensor": "`parallelize_module(module, mesh['tensor'], plan)`",
+    }
+    for axis, way in ways.items():
+        if degree(mesh, axis) > 1 and axis not in used:
+            raise ValueError(
+                f"`{axis}={degree(mesh, axis)}` was written, but `parallelize_fn` sharded no parameter over "
+                f"`mesh[{axis!r}]`. Call {way} in it, or write `{axis}=1`."
+            )
+
+
+def _words(axes: Iterable[str]) -> str:
+    return " and ".join(map(repr, sorted(axes)))

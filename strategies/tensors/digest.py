@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fabric.strategies.tensors.dtensor import local_part
 from fabric.strategies.tensors.packing import INTEGERS
-from fabric.strategies.tensors.wrapped import is_wrapped, plain_tensors
+from fabric.strategies.tensors.wrapper_subclass import is_wrapped, plain_tensors
 
 _CHUNK = 2**20
 _PIECE = 2**14

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
 from fabric.strategies.gradients.sync import Finish, GradientSync
-from fabric.strategies.module.changes import AddedParameters
+from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.xla.collective import XLACollective
 
 

@@ -25,7 +25,7 @@ from fabric.strategies import (
     Strategy,
 )
 from fabric.strategies.registry import make_strategy
-from fabric.strategies.tensors.wrapped import plain_state
+from fabric.strategies.tensors.wrapper_subclass import plain_state
 
 ALL = ("gpt2", "llama", "llama_lora", *QUANTISED, "vit", "t5", "mixtral", "switch")
 """`switch_apart` runs where ranks may use different parameters, and under ddp, which raises. Under others, messages

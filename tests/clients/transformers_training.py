@@ -36,7 +36,7 @@ from transformers.models.vit.modeling_vit import ViTLayer
 
 from fabric import Fabric
 from fabric.strategies import ManualContext, Parallelized
-from fabric.strategies.tensors.wrapped import frozen_wrapped, plain_state
+from fabric.strategies.tensors.wrapper_subclass import frozen_wrapped, plain_state
 
 VOCABULARY = 50
 LENGTH = 6

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from fabric import Fabric
 from fabric.strategies import ManualStrategy, ModelParallelStrategy
-from fabric.strategies.manual.context import Parallelized
+from fabric.strategies.manual.strategy import Parallelized
 
 Refs = dict[str, weakref.ref[Any]]
 

@@ -29,10 +29,10 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.model_parallel.pipeline.options import OF_ONE_STAGE, Pipeline
 from fabric.strategies.model_parallel.pipeline.split import Stage
 from fabric.strategies.module.forward import ForwardPath
-from fabric.strategies.module.outputs import replace_tensors
+from fabric.strategies.module.output_tensors import replace_tensors
 from fabric.strategies.precision.precision import autocast, cast_inputs, cast_output, casts
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.layout import fsdp_modules
+from fabric.strategies.sharding.fully_shard import fsdp_modules
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.dtensor import local_part
 from fabric.strategies.tensors.nests import map_only_tensors, tensors_in

@@ -23,17 +23,17 @@ from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.schedule import Stages
 from fabric.strategies.model_parallel.pipeline.split import assign, drop_other_stages, split_model
 from fabric.strategies.model_parallel.pipeline.state import PipelineState, WholeModel
-from fabric.strategies.module.changes import AddedParameters
-from fabric.strategies.module.copies import IN_STAGES, refuse_copies
-from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
+from fabric.strategies.module.deepcopy import IN_STAGES, refuse_copies
 from fabric.strategies.module.forward import ForwardPath
+from fabric.strategies.module.initialization import UninitializedTensors, in_order_of_apply
+from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.optimizers.owners import refuse_owners
 from fabric.strategies.optimizers.rebinding import rebinding
 from fabric.strategies.prepare import place, prepared
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.fully_shard import fsdp_modules
 from fabric.strategies.sharding.gradient_sync import MeshAveraging
-from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.mesh import along
 from fabric.strategies.sharding.sharded_state import ShardedState
 
@@ -57,7 +57,7 @@ def pipelined(
     line = along(runtime.collective, mesh, ("pipeline",))
     peers = along(runtime.collective, mesh, [axis for axis in mesh.mesh_dim_names if axis != "pipeline"])
     whole = WholeModel(inner)
-    unfilled = Unfilled(inner)
+    uninitialized = UninitializedTensors(inner)
     all_stages = split_model(inner, options)
     stages = [all_stages[index] for index in options.stages_of(line.rank)]
     tensors = [tensor for tensor in (*inner.parameters(), *inner.buffers()) if not tensor.is_meta]
@@ -67,9 +67,9 @@ def pipelined(
     whole.leave(optimizers)
     with rebinding(inner, optimizers):
         for part in in_order_of_apply(inner):
-            unfilled.fill(part, runtime.device, peers)
-        unfilled.finish(None, runtime.device, peers)  # `init_weights` would need the stages that were dropped
-        if unfilled.was_empty and peers.size > 1:
+            uninitialized.fill(part, runtime.device, peers)
+        uninitialized.finish(None, runtime.device, peers)  # `init_weights` would need the stages that were dropped
+        if uninitialized.was_empty and peers.size > 1:
             broadcast_from_rank_zero(peers, (*inner.parameters(), *inner.buffers()))
         place(runtime, inner, optimizers, move=move)
         for stage in stages:
@@ -78,7 +78,7 @@ def pipelined(
             assign(stage.module, inner)
     refuse_owners(optimizers, "a stage of this pipeline")
     running = Stages(options, runtime, stages, line, mesh.get_group("pipeline"))
-    sync = PipelineGradientSync(runtime, inner, running, peers, unfilled)
+    sync = PipelineGradientSync(runtime, inner, running, peers, uninitialized)
     path = ForwardPath(inner, sync.forward, _refuse_mark)
     made = prepared(runtime, module, optimizers, sync, path, refuse_copies(inner, IN_STAGES))
     return replace(
@@ -96,9 +96,14 @@ class PipelineGradientSync(GradientSync):
     """
 
     def __init__(
-        self, runtime: Runtime, module: nn.Module, stages: Stages, peers: Collective, unfilled: Unfilled
+        self,
+        runtime: Runtime,
+        module: nn.Module,
+        stages: Stages,
+        peers: Collective,
+        uninitialized: UninitializedTensors,
     ) -> None:
-        self.peers, self.unfilled, self.runtime, self.stages = peers, unfilled, runtime, stages
+        self.peers, self.uninitialized, self.runtime, self.stages = peers, uninitialized, runtime, stages
         parts = nn.ModuleDict({f"stage {each.index}": each.module for each in stages.stages})
         self.averaging = MeshAveraging(runtime, parts)
         # A schedule makes `fully_shard` reduce gradients also within `no_backward_sync`.
@@ -106,7 +111,7 @@ class PipelineGradientSync(GradientSync):
         self.additions = AddedParameters(module, by_name=bool(fsdp_modules(module)))
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.unfilled.check(self.peers)  # not all ranks: other stages may have no empty tensors
+        self.uninitialized.check(self.peers)  # not all ranks: other stages may have no empty tensors
         self.additions.refuse()
         self.runtime.draw_apart()
         with self.unsynced():  # those of the schedule are not the user's backward

@@ -24,7 +24,7 @@ from fabric.strategies.fairscale.fsdp import FairScaleFSDPStrategy
 from fabric.strategies.fairscale.sharded_ddp import FairScaleShardedStrategy
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy
-from fabric.strategies.tensors.in_shards import InShards
+from fabric.strategies.tensors.gradient_placeholder import GradientPlaceholder
 
 Weights = dict[str, Tensor]
 
@@ -419,7 +419,7 @@ def mistakes(fabric: Fabric) -> dict[str, str]:
     fabric.backward(loss_of(fabric, model, 0))
     reported["norm"] = sentence(fabric.clip_gradients, model, optimizer, max_norm=1.0, norm_type=0)
     for parameter in model.parameters():
-        if parameter.grad is not None and not isinstance(parameter.grad, InShards):
+        if parameter.grad is not None and not isinstance(parameter.grad, GradientPlaceholder):
             parameter.grad.fill_(float("nan"))
     reported["nan"] = sentence(fabric.clip_gradients, model, optimizer, max_norm=1.0)
     reported["nan allowed"] = sentence(fabric.clip_gradients, model, optimizer, max_norm=1.0, error_if_nonfinite=False)

@@ -30,7 +30,7 @@ from fabric.strategies import (
     Strategy,
 )
 from fabric.strategies.collectives.collective import CollectiveError
-from fabric.strategies.tensors.wrapped import move, plain_tensors
+from fabric.strategies.tensors.wrapper_subclass import move, plain_tensors
 
 
 def cut_the_rest(model: nn.Module, mesh: DeviceMesh) -> None:

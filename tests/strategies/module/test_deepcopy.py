@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from fabric import Fabric
 from fabric.strategies import FSDPStrategy
-from fabric.strategies.module.copies import Hook
+from fabric.strategies.module.deepcopy import Hook
 from fabric.strategies.module.forward import ForwardPath
 
 

@@ -2,8 +2,8 @@
 
 # Note [Gradients not reduced yet]
 Within `no_backward_sync` gradients accumulate on the gathered copies of parameters, where `zero_grad` does not reach
-them. Meanwhile the gradient of a shard is an `InShards`: if that is zeroed or replaced, the accumulated gradient is
-discarded.
+them. Meanwhile the gradient of a shard is a `GradientPlaceholder`: if that is zeroed or replaced, the accumulated
+gradient is discarded.
 
 # Note [Parameters that some ranks do not use]
 torch packs the gradients that a rank has of one unit side by side, and sums those of all ranks by position. So each
@@ -28,7 +28,7 @@ from fabric.strategies.gradients.sync import Finish
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import start_comparing
 from fabric.strategies.tensors.dtensor import user_class
-from fabric.strategies.tensors.in_shards import InShards
+from fabric.strategies.tensors.gradient_placeholder import GradientPlaceholder
 from fabric.strategies.torch_internals import require_fully_shard
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _gradient = attrgetter("grad")
 
 
 @final
-class Reductions:
+class UnreducedGradients:
     """Those of one model. `units`: the modules that `fully_shard` was called on.
 
     Cost: a byte for each parameter, sent in each backward that gives shards their first gradients.
@@ -50,7 +50,7 @@ class Reductions:
         self._runtime, self._module = runtime, module
         self._params = [each for unit in units for group in _groups(unit) for each in group.fsdp_params]
         self._shards: list[nn.Parameter] = [each.sharded_param for each in self._params]
-        self._held: list[tuple[Any, InShards, Tensor | None]] = []
+        self._held: list[tuple[Any, GradientPlaceholder, Tensor | None]] = []
         self._zeros = [send for unit in units if (send := getattr(unit, "set_reduce_scatter_unused_params", None))]
         self._unhooked = list(self._params)
         self._hooks: list[RemovableHandle] = []
@@ -85,7 +85,7 @@ class Reductions:
         """See Note [Gradients not reduced yet]."""
         for each, shard in zip(self._params, self._shards, strict=True):
             if shard.grad is not None or _is_unreduced(each):
-                self._held.append((each, held := InShards(shard, _NOT_REDUCED), shard.grad))
+                self._held.append((each, held := GradientPlaceholder(shard, _NOT_REDUCED), shard.grad))
                 shard.grad = held
 
     def _take_back(self) -> None:

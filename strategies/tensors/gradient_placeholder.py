@@ -17,16 +17,16 @@ from fabric.strategies.tensors.nests import tensors_in
 
 
 @final
-class InShards(Tensor):
+class GradientPlaceholder(Tensor):
     """A gradient without values. Records when it is zeroed; any other operation raises RuntimeError."""
 
     is_zeroed: bool
     why: str
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, why: str) -> InShards:
+    def __new__(cls, parameter: Tensor, why: str) -> GradientPlaceholder:
         """Of the shape, dtype and device of the parameter. `why`: how the error of other operations goes on."""
-        made: InShards = Tensor._make_wrapper_subclass(
+        made: GradientPlaceholder = Tensor._make_wrapper_subclass(
             cls, parameter.size(), dtype=parameter.dtype, device=parameter.device
         )
         made.is_zeroed, made.why = False, why
@@ -46,7 +46,7 @@ class InShards(Tensor):
             for gradient in args[0]:
                 gradient.zero_()
             return None
-        why = next((each.why for each in tensors_in((args, kwargs)) if isinstance(each, InShards)), "")
+        why = next((each.why for each in tensors_in((args, kwargs)) if isinstance(each, GradientPlaceholder)), "")
         raise RuntimeError(f"`{operator}` of a gradient {why}")
 
     def local_part(self) -> Tensor:

@@ -1,13 +1,18 @@
-"""Optimizers that are in no table step `DTensor`s: sums and norms in a step are those of full tensors at once.
+"""What the steps of optimizers need whose parameters are DTensors, or DTensors and plain parameters.
 
-torch 2.13 adds up those of shards as late as it can, and not at all for `item()`, `float` and `if`, which read that of
-this rank's shard: `lr * float(norm)` is something else on each rank, and nothing raises.
+torch's foreach and fused kernels take a list of one kind (torch 2.13: "got mixed torch.Tensor and DTensor"). So groups
+that have both kinds step one parameter at a time; the numbers are the same.
+
+In a step of an optimizer that is in no table, sums and norms are those of full tensors at once. torch 2.13 adds up the
+sums of shards as late as it can, and does not for `item()`, `float` and `if`, which read the sum over this rank's
+shard: `lr * float(norm)` would be another number on each rank, and nothing would raise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, final
+from functools import partial
+from typing import Any, TypeAlias, final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,21 +24,52 @@ from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.undo import undo_all
 
+_Options: TypeAlias = "list[tuple[dict[str, Any], dict[str, Any]]]"
 
-def step_with_whole_numbers(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
+
+def step_mixed_groups(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
+    """Let such groups have `foreach=False` and `fused=False` during each step; between steps, and in a checkpoint, they
+    have what the user wrote. Returns what undoes it."""
+    undos = []
+    for optimizer in optimizers:
+        if any(map(_is_mixed, optimizer.param_groups)):
+            written: _Options = []
+            undos.append(optimizer.register_step_pre_hook(partial(_step_one_by_one, written)).remove)
+            undos.append(optimizer.register_step_post_hook(partial(_restore, written)).remove)
+    return undo_all(undos)
+
+
+def _step_one_by_one(written: _Options, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _restore(written)  # what a step left that raised
+    for group in filter(_is_mixed, optimizer.param_groups):
+        written.append((group, {name: group[name] for name in ("foreach", "fused") if name in group}))
+        group.update(dict.fromkeys(written[-1][1], False))
+
+
+def _restore(written: _Options, *args: Any) -> None:
+    for group, options in written:
+        group.update(options)
+    written.clear()
+
+
+def _is_mixed(group: dict[str, Any]) -> bool:
+    return len({as_sharded(parameter) is None for parameter in group["params"]}) == 2
+
+
+def sum_over_shards_in_steps(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
     """Within each step of those that are in no table, add up numbers of shards. Returns what undoes it.
 
     Ranks: from then on all that hold shards call `step`, with the same operations in the same order.
     """
     unknown = [each for each in optimizers if has_shards(each) and updates_each(each) is None]
-    readers = [(each, _WholeNumbers()) for each in unknown]  # type: ignore[no-untyped-call]
+    readers = [(each, _SumsOverShards()) for each in unknown]  # type: ignore[no-untyped-call]
     before = [each.register_step_pre_hook(numbers.before_step).remove for each, numbers in readers]
     after = [each.register_step_post_hook(numbers.after_step).remove for each, numbers in readers]
     return undo_all(before + after)
 
 
 @final
-class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _SumsOverShards(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context: no result of an operation is a sum of which each rank has a part. Closures run outside of it."""
 
     is_entered = False

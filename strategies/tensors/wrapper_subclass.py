@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from fabric.strategies.tensors.dtensor import as_sharded
-from fabric.strategies.tensors.parameters import name_some
 
 
 def is_wrapped(value: object) -> TypeGuard[Any]:
@@ -107,18 +106,6 @@ def name_of(kind: type) -> str:
 def frozen_wrapped(module: nn.Module) -> dict[str, nn.Parameter]:
     """The frozen parameters of a model that are wrapped, by name. Sharding would cut or flatten them."""
     return {name: each for name, each in module.named_parameters() if not each.requires_grad and is_wrapped(each)}
-
-
-def refuse_wrapped_in_flat(module: nn.Module, strategy: str) -> None:
-    """Raise ValueError for frozen parameters that are wrapped, under a strategy that flattens all parameters."""
-    frozen = frozen_wrapped(module)
-    if frozen:
-        raise ValueError(
-            f"{len(frozen)} frozen parameters of `{type(module).__name__}` ({name_some(list(frozen))}) are of "
-            f"`{type(next(iter(frozen.values()))).__name__}`, and `strategy={strategy!r}` flattens every parameter, "
-            "which such tensors do not allow. Pass `strategy='fsdp'`, which leaves them whole on each rank, 'ddp' or "
-            "'deepspeed_stage_2'."
-        )
 
 
 def move(tensor: Tensor, device: torch.device) -> None:

@@ -11,16 +11,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.module.copies import Hook
+from fabric.strategies.module.deepcopy import Hook
 from fabric.strategies.module.forward import leave_uncompiled
-from fabric.strategies.module.outputs import conceal, expose
-from fabric.strategies.sharding.layout import fsdp_modules
+from fabric.strategies.module.output_tensors import list_hidden_tensors, restore_output
+from fabric.strategies.tensors.dtensor import as_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+    """The submodules that `fully_shard` was called on."""
+    if all(as_sharded(parameter) is None for parameter in module.parameters()):
+        return []  # and torch's FSDP need not be imported
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 def reshard_roots(module: nn.Module) -> None:
@@ -36,30 +48,30 @@ def mark_gathering(module: nn.Module, method: str) -> None:
     """Let another method gather parameters as forward does, if `fully_shard` was called on the module."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
-    object.__setattr__(module, method, _then(getattr(module, method), expose))
+    object.__setattr__(module, method, _then(getattr(module, method), list_hidden_tensors))
     register_fsdp_forward_method(module, method)
-    object.__setattr__(module, method, _then(getattr(module, method), conceal))
+    object.__setattr__(module, method, _then(getattr(module, method), restore_output))
 
 
-def expose_output(unit: nn.Module, args: Any, output: Any) -> Any:
+def list_hidden_tensors_after(unit: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook before that of `fully_shard`, which looks for tensors in containers alone."""
-    return None if isinstance(output, Tensor) else expose(output)  # None: as it is
+    return None if isinstance(output, Tensor) else list_hidden_tensors(output)  # None: as it is
 
 
-def conceal_output(unit: nn.Module, args: Any, output: Any) -> Any:
+def restore_output_after(unit: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook after that of `fully_shard`: the output as the module returned it."""
-    return None if isinstance(output, Tensor) else conceal(output)
+    return None if isinstance(output, Tensor) else restore_output(output)
 
 
-def expose_outputs(module: nn.Module) -> list[RemovableHandle]:
+def list_hidden_tensors_of_units(module: nn.Module) -> list[RemovableHandle]:
     """Register both hooks around those of the units that the user's function has made."""
     units: list[Any] = fsdp_modules(module)
     return [
         hook
         for unit in units
         for hook in (
-            unit.register_forward_hook(Hook(expose_output), prepend=True),
-            unit.register_forward_hook(Hook(conceal_output)),
+            unit.register_forward_hook(Hook(list_hidden_tensors_after), prepend=True),
+            unit.register_forward_hook(Hook(restore_output_after)),
         )
     ]
 
@@ -74,7 +86,7 @@ def _then(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callabl
 
 
 @final
-class FirstGather:
+class GatherOutsideInference:
     """Looks at the first forward of each of the units; then nothing of it is left."""
 
     def __init__(self, units: Iterable[Any]) -> None:

@@ -15,7 +15,13 @@ from torch.distributions import Independent, Normal
 
 from fabric import Fabric
 from fabric.strategies import DDPStrategy, FSDPStrategy, Strategy
-from fabric.strategies.module.outputs import Exposed, conceal, expose, outputs_in, replace_tensors
+from fabric.strategies.module.output_tensors import (
+    OutputWithTensors,
+    list_hidden_tensors,
+    replace_tensors,
+    restore_output,
+    tensors_requiring_grad,
+)
 
 
 class Linked:
@@ -72,11 +78,11 @@ def test_tensors_of_an_object_are_found_and_replaced(
 ) -> None:
     value = torch.ones(2, requires_grad=True) * 2
     output = make(value)
-    assert [each is value for each in outputs_in(output)] == [True] or read(output)._base is value
-    exposed = expose(output)
-    assert isinstance(exposed, Exposed)
+    assert [each is value for each in tensors_requiring_grad(output)] == [True] or read(output)._base is value
+    exposed = list_hidden_tensors(output)
+    assert isinstance(exposed, OutputWithTensors)
     other = [each + 5 for each in exposed.tensors]
-    assert read(conceal(exposed._replace(tensors=other))).tolist() == [7.0, 7.0]
+    assert read(restore_output(exposed._replace(tensors=other))).tolist() == [7.0, 7.0]
 
 
 def test_a_dictionary_whose_keys_are_its_attributes_is_so_afterwards() -> None:
@@ -92,23 +98,23 @@ def test_a_long_chain_of_objects_is_searched_from_its_start() -> None:
     for _ in range(10_000):
         chain = SimpleNamespace(next=chain)
     value = torch.ones(1, requires_grad=True) * 2
-    exposed = expose(SimpleNamespace(value=value, chain=chain))
+    exposed = list_hidden_tensors(SimpleNamespace(value=value, chain=chain))
     assert [each is value for each in exposed.tensors] == [True]
-    assert conceal(exposed._replace(tensors=[value + 1])).value.item() == 3.0
+    assert restore_output(exposed._replace(tensors=[value + 1])).value.item() == 3.0
 
 
 def test_a_list_that_an_object_has_twice_is_one_list_afterwards() -> None:
     several = [torch.ones(2, requires_grad=True) * 2]
-    exposed = expose(SimpleNamespace(first=several, second=several))
-    output = conceal(exposed._replace(tensors=[each + 5 for each in exposed.tensors]))
+    exposed = list_hidden_tensors(SimpleNamespace(first=several, second=several))
+    output = restore_output(exposed._replace(tensors=[each + 5 for each in exposed.tensors]))
     assert output.first is output.second
     assert output.first[0].tolist() == [7.0, 7.0]
 
 
 @pytest.mark.parametrize("output", [torch.ones(1, requires_grad=True), {"a": (torch.ones(1, requires_grad=True),)}, 3])
 def test_what_torch_finds_stays_as_it_is(output: Any) -> None:
-    assert expose(output) is output
-    assert conceal(output) is output
+    assert list_hidden_tensors(output) is output
+    assert restore_output(output) is output
 
 
 class Actor(nn.Module):

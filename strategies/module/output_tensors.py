@@ -40,7 +40,7 @@ _DEPTH = 64
 limit."""
 
 
-class Exposed(NamedTuple):
+class OutputWithTensors(NamedTuple):
     """An output, and a list of the tensors in it that torch would not find."""
 
     output: Any
@@ -49,24 +49,24 @@ class Exposed(NamedTuple):
     """The tensors in the output itself: a backend may replace the tensors of the list."""
 
 
-def outputs_in(output: Any) -> list[Tensor]:
+def tensors_requiring_grad(output: Any) -> list[Tensor]:
     """The tensors that require gradients in an output of a forward, each once."""
     if isinstance(output, Tensor):
         return [output] if output.requires_grad else []
     return [tensor for tensor, _ in _search(output, {}, is_found=True)]
 
 
-def expose(output: Any) -> Any:
-    """The output as a backend of torch should see it: an `Exposed`, if torch would not find all of its tensors."""
+def list_hidden_tensors(output: Any) -> Any:
+    """The output as a backend of torch should see it: `OutputWithTensors` if torch would miss some tensors."""
     if isinstance(output, Tensor):
         return output
     hidden = [tensor for tensor, is_found in _search(output, {}, is_found=True) if not is_found]
-    return Exposed(output, hidden, [id(each) for each in hidden]) if hidden else output
+    return OutputWithTensors(output, hidden, [id(each) for each in hidden]) if hidden else output
 
 
-def conceal(output: Any) -> Any:
+def restore_output(output: Any) -> Any:
     """The output that was exposed, with the tensors of the backend."""
-    if not isinstance(output, Exposed):
+    if not isinstance(output, OutputWithTensors):
         return output
     replaced = dict(zip(output.ids, output.tensors, strict=True))
     return replace_tensors(output.output, lambda tensor: replaced.get(id(tensor), tensor))

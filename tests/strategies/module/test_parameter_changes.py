@@ -24,7 +24,7 @@ from fabric.strategies import (
     Parallelized,
     Strategy,
 )
-from fabric.strategies.module.changes import Contents
+from fabric.strategies.module.parameter_changes import ParameterSnapshot
 
 Steps = Callable[[int], None]
 Change = Callable[[Any, Optimizer, Steps], None]
@@ -287,7 +287,7 @@ def test_buffers_that_are_each_ranks_own_stay_so_where_a_layer_is_added() -> Non
 
 def test_contents_detect_every_change_and_nothing_else() -> None:
     net = Net()
-    contents = Contents(net)
+    contents = ParameterSnapshot(net)
     net.eval().requires_grad_(False)
     net.load_state_dict(Net().state_dict())
     assert contents.is_as_it_was()
@@ -299,6 +299,6 @@ def test_contents_detect_every_change_and_nothing_else() -> None:
         lambda: net.head.register_parameter("bias", None),
         lambda: delattr(net, "head"),
     ):
-        contents = Contents(net)
+        contents = ParameterSnapshot(net)
         change()
         assert not contents.is_as_it_was()

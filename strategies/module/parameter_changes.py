@@ -21,7 +21,7 @@ _flat = chain.from_iterable
 
 
 @final
-class Contents:
+class ParameterSnapshot:
     """The modules and parameters that a model has when this is constructed. Holds references to them.
 
     `by_name`: compare parameters by name instead of identity, for backends that replace the objects.
@@ -50,7 +50,7 @@ class Contents:
         """The parameters that require gradients now."""
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
-    def new_since(self, before: Contents | None) -> list[Tensor]:
+    def new_since(self, before: ParameterSnapshot | None) -> list[Tensor]:
         """Parameters, and buffers of modules, that are not in `before`; None: all.
 
         Without new buffers of modules in `before`: a forward may have assigned them, with values of this rank.
@@ -65,16 +65,16 @@ class Contents:
 class AddedParameters:
     """Parameters that a model did not have when this was constructed, for backends that list parameters once.
 
-    `by_name`: see `Contents`; a parameter that replaces another under the same name is then not found. `unfrozen`:
-    parameters that were frozen count, too, once they require gradients. `frozen`: added parameters that require none
-    count, too.
+    `by_name`: see `ParameterSnapshot`; a parameter that replaces another under the same name is then not found.
+    `unfrozen`: parameters that were frozen count, too, once they require gradients. `frozen`: added parameters that
+    require no gradients count, too.
     """
 
     def __init__(
         self, module: nn.Module, *, by_name: bool = False, unfrozen: bool = False, frozen: bool = False
     ) -> None:
         self._module, self._by_name, self._frozen = module, by_name, frozen
-        self._contents = Contents(module, by_name=by_name)
+        self._contents = ParameterSnapshot(module, by_name=by_name)
         there = self._keys()
         self._there: set[Any] = set(there)
         self._unfrozen = [named for named in there.values() if unfrozen and not named[1].requires_grad]
@@ -83,7 +83,7 @@ class AddedParameters:
     def found(self) -> list[tuple[str, nn.Parameter]]:
         """The added parameters, with their names. Cheap if the model has not changed."""
         if not self._contents.is_as_it_was():
-            self._contents = Contents(self._module, by_name=self._by_name)
+            self._contents = ParameterSnapshot(self._module, by_name=self._by_name)
             self._found = [named for key, named in self._keys().items() if key not in self._there]
         return self._found
 
