@@ -30,12 +30,7 @@ from fabric.strategies.target import Target
 @final
 @dataclass(frozen=True, kw_only=True)
 class DataParallelStrategy(Strategy):
-    """Data parallel within one process: a world of one rank with several devices. Outputs are gathered on the first.
-
-    Args:
-        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            "blocks" (`blocks_of(model)`), classes, or a function of a module.
-    """
+    """Data parallel within one process: a world of one rank with several devices. Outputs are gathered on the first."""
 
     launchers = ("inline",)
 

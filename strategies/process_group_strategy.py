@@ -27,14 +27,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroupStrategy(Strategy):
-    """One process per device, and a torch process group over all ranks."""
+    """One process per device, and a torch process group over all ranks.
+
+    Args:
+        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
+        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
+        timeout_seconds: How long a collective waits for the other ranks before it raises.
+    """
 
     launcher: str = "auto"
-    """How processes are started: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
     backend: str | None = None
-    """The torch.distributed backend; None: the accelerator's default (gloo on CPU, nccl on CUDA)."""
     timeout_seconds: float = 1800.0
-    """How long a collective waits for the other ranks before it raises."""
 
     def why_not(self, target: Target) -> str | None:
         """Hook: the reason why this strategy cannot run on the target, as in `refuse`; None if it can."""

@@ -23,12 +23,7 @@ from fabric.strategies.target import Target
 @final
 @dataclass(frozen=True, kw_only=True)
 class SingleDeviceStrategy(Strategy):
-    """The whole model on one device of one process.
-
-    Args:
-        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            "blocks" (`blocks_of(model)`), classes, or a function of a module.
-    """
+    """The whole model on one device of one process."""
 
     launchers = ("inline",)
 

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from inspect import getdoc
 from typing import Any, ClassVar
 
 from torch import nn
@@ -29,19 +30,30 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target
 
+_ARGS = "\n\nArgs:\n"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(ABC):
-    """How a model is distributed over devices; defines its launchers, its collective and its data-loader hooks."""
+    """How a model is distributed over devices; defines its launchers, its collective and its data-loader hooks.
+
+    Args:
+        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
+            "blocks" (`blocks_of(model)`), classes, or a function of a module.
+    """
 
     marks_steps: ClassVar[bool] = False
     """Whether it marks the end of each step, for devices that record operations and run them as one graph."""
     fills_from_rank_zero: ClassVar[bool] = False
     """Whether a model may be on the meta device on all ranks but rank 0."""
     activation_checkpointing_policy: Policy | None = None
-    """Submodules whose activations are recomputed in backward instead of stored: "blocks" (see
-    `fabric.strategies.blocks_of`), classes, or a function of a module. `Fabric.setup` applies it, in the same way for
-    every strategy."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Append the options of the class above to `Args:` of the docstring, so that `help()` explains them, too."""
+        super().__init_subclass__(**keywords)
+        doc, inherited = getdoc(cls) or "", (getdoc(cls.__base__) or "").partition(_ARGS)[2]
+        if inherited not in doc:
+            cls.__doc__ = f"{doc}\n{inherited}" if _ARGS in doc else f"{doc}{_ARGS}{inherited}"
 
     @property
     def lacks(self) -> Mapping[Capability, str]:

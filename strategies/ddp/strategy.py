@@ -39,38 +39,26 @@ class DDPStrategy(ProcessGroupStrategy):
     Args:
         bucket_bytes: Size of the gradients in one all-reduce. Larger: fewer messages. Smaller: more overlap with
             backward.
-        find_unused_parameters: Find parameters that a forward did not use, and do not wait for their gradients.
+        find_unused_parameters: Find unused parameters after each forward, and do not wait for their gradients. Costs a
+            traversal of the graph. False: a parameter without a gradient raises in the next step.
         static_graph: Every step uses the same parameters, which lets torch optimise.
-        gradient_as_bucket_view: Gradients share memory with the buckets, which saves one copy of the gradients.
+        gradient_as_bucket_view: Gradients share memory with the buckets: saves one copy of the gradients, which cannot
+            be detached then.
         broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
             computes gradients.
-        comm_hook: How gradients are sent: None (as they are), "bf16", "fp16", `PowerSGD(...)`, or a function `(state,
-            bucket)`.
-        shard_optimizer: Each rank keeps and steps the optimizer state of a share of the parameters (ZeRO-1).
-        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
-        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
-        timeout_seconds: How long a collective waits for the other ranks before it raises.
-        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            "blocks" (`blocks_of(model)`), classes, or a function of a module.
+        comm_hook: How gradients are reduced. None: in their own dtype. "bf16", "fp16": rounded. `PowerSGD(...)`: as
+            low-rank factors. A function `(state, bucket)`: for torch's `register_comm_hook`, with None as `state`.
+        shard_optimizer: Shard the optimizer state: each rank steps its share of the parameters (ZeRO-1). For optimizers
+            that compute a parameter's step from its own gradient alone: all of torch's except LBFGS.
     """
 
     bucket_bytes: int = 25 * 2**20
-    """Size of the gradients in one all-reduce. Larger: fewer messages. Smaller: more overlap with backward."""
     find_unused_parameters: bool = False
-    """Find unused parameters after each forward, and do not wait for their gradients. Costs a traversal of the graph;
-    without it a parameter without gradient raises at the next step."""
     static_graph: bool = False
-    """The same parameters are used in every step, which lets torch optimise."""
     gradient_as_bucket_view: bool = False
-    """Gradients share memory with the buckets: saves one copy of the gradients; they cannot be detached."""
     broadcast_buffers: bool = True
-    """Broadcast buffers (the statistics of BatchNorm) from rank 0 after every forward that computes gradients."""
     comm_hook: CommHook | None = None
-    """How gradients are reduced: None: in their own dtype; "bf16" or "fp16": rounded; `PowerSGD(...)`: as low-rank
-    factors; or a function `(state, bucket)` for torch's `register_comm_hook`, called with None as `state`."""
     shard_optimizer: bool = False
-    """Shard the optimizer state: each rank steps its share of the parameters (ZeRO-1). For optimizers that compute a
-    parameter's step from its own gradient alone: all of torch's except LBFGS."""
 
     def __post_init__(self) -> None:
         check(self.comm_hook)

@@ -57,26 +57,17 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         stage: 1: shard optimizer states. 2 (the default): gradients, too. 3: weights, too.
         offload_optimizer: Keep optimizer states in main memory, and step on the CPU.
         offload_parameters: Keep weights in main memory between uses. Stage 3 only.
-        config: DeepSpeed's configuration: a dictionary, or a file of JSON. Unknown keys raise.
+        config: DeepSpeed's configuration: a dictionary, or a JSON file, which is read when the strategy is constructed.
+            Unknown keys raise.
         broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
             computes gradients.
-        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
-        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
-        timeout_seconds: How long a collective waits for the other ranks before it raises.
-        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
     stage: int | None = None
-    """1: shard optimizer states. 2 (the default): gradients too. 3: weights too."""
     offload_optimizer: bool = False
-    """Keep optimizer states in main memory, and run the step on the CPU."""
     offload_parameters: bool = False
-    """Keep weights in main memory between uses. Stage 3 only."""
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None
-    """DeepSpeed's configuration: a dictionary, or a JSON file, read when the strategy is created. Keys are checked."""
     broadcast_buffers: bool = True
-    """Broadcast buffers (BatchNorm statistics) from rank 0 after each forward that computes gradients."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "config", read_config(self.config))

@@ -60,28 +60,19 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
 
     Args:
         wrap: Submodules whose parameters are all-gathered when they run, and freed afterwards: classes, or a function
-            of a module.
-        reshard_after_forward: Free these parameters after forward, and gather them again for backward.
-        bucket_bytes: Size of the gradients in one reduce-scatter.
+            of a module. Other parameters are gathered for the whole forward and backward. None: all are.
+        reshard_after_forward: Free the parameters of these submodules after forward, and all-gather them again for
+            backward. False: more memory, less communication.
+        bucket_bytes: Size of the gradients in one reduce-scatter. Each rank allocates as much during backward, for
+            every model.
         broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
             computes gradients.
-        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
-        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
-        timeout_seconds: How long a collective waits for the other ranks before it raises.
-        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
     wrap: Policy | None = None
-    """Submodules whose parameters are all-gathered when the submodule runs, and freed afterwards: classes, or a
-    function of a module. Other parameters are gathered for the whole forward and backward. None: all are."""
     reshard_after_forward: bool = True
-    """Free the parameters of `wrap` submodules after forward, and all-gather them again for backward. False: more
-    memory, less communication."""
     bucket_bytes: int = 25 * 2**20
-    """Size of the gradients in one reduce-scatter. Each rank allocates as much during backward, for every model."""
     broadcast_buffers: bool = True
-    """Broadcast buffers (BatchNorm statistics) from rank 0 after each forward that computes gradients."""
 
     def __post_init__(self) -> None:
         check_policy(self.wrap, "wrap")

@@ -69,15 +69,9 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
     Args:
         broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
             computes gradients.
-        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
-        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
-        timeout_seconds: How long a collective waits for the other ranks before it raises.
-        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
     broadcast_buffers: bool = True
-    """Broadcast buffers (BatchNorm statistics) from rank 0 after each forward that computes gradients."""
 
     @property
     def lacks(self) -> Mapping[Capability, str]:

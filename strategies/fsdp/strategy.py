@@ -60,41 +60,30 @@ class FSDPStrategy(ProcessGroupStrategy):
     to the device just before it is sharded, also with `move_to_device=False`.
 
     Args:
-        auto_wrap_policy: Submodules whose parameters are all-gathered together: "blocks" (`blocks_of(model)`), classes,
-            or a function of a module, also of torch's form. None: the whole model at once.
-        reshard_after_forward: Free gathered parameters after forward. False: keep them for backward. A number: shard
-            over so many ranks.
-        device_mesh: (replicas, shards), or "nodes" for a replica on each node. None: shards over all ranks.
+        auto_wrap_policy: Submodules whose parameters are all-gathered together, and freed again: "blocks", the
+            submodules that repeat in the model and hold its parameters, such as transformer layers
+            (`blocks_of(model)`); classes; or a function of a module, also of torch's form. Other parameters are
+            gathered with the root. None: the whole model at once, which saves no memory in forward. A unit is gathered
+            where it is called as a module, on all ranks in the same order; a tied weight and all its uses must be in
+            one unit. `units(model)` lists the units.
+        reshard_after_forward: Free gathered parameters after forward: less memory. False: keep them for backward, which
+            saves the second all-gather. A number: keep them sharded over so many ranks. None: torch's default, freed
+            except for the root's. Where they are kept, `parameters()` between forward and backward returns gathered
+            copies, as torch's `fully_shard` documents: `zero_grad` then leaves the gradients of the shards, a forward
+            after a step uses the weights from before it, and what is written to a copy is lost.
+        device_mesh: (replicas, shards), whose product is the number of ranks: shards are on adjacent ranks, and
+            replicas average gradients. "nodes": a replica on each node. None: one replica, over all ranks.
         cpu_offload: Keep shards, gradients and optimizer state in CPU memory, and step there.
         broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
             computes gradients.
-        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
-        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
-        timeout_seconds: How long a collective waits for the other ranks before it raises.
-        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
     fills_from_rank_zero: ClassVar[bool] = True
     auto_wrap_policy: Policy | None = "blocks"
-    """The submodules whose parameters are all-gathered together and freed again; other parameters are gathered with the
-    root. "blocks": the submodules that repeat in the model and hold its parameters, such as transformer layers (see
-    `fabric.strategies.blocks_of`); or classes, or a function of a module. `units(model)` shows them. None: the model is
-    gathered all at once, which saves no memory in forward. A unit is gathered where it is called as a module, on all
-    ranks in the same order, and a tied weight must be in one unit with all its uses."""
     reshard_after_forward: bool | int | None = True
-    """Whether gathered parameters are freed after forward (True: less memory; False: no second all-gather in backward),
-    or over how many ranks they stay sharded until backward. None is torch's default: freed, except for those of the
-    root. Where they are not freed, `parameters()` between forward and backward returns gathered copies, as torch's
-    `fully_shard` documents: `zero_grad` does not clear the gradients of the shards then, a forward after a step uses
-    the weights from before it, and what is written to a copy is lost."""
     device_mesh: tuple[int, int] | Literal["nodes"] | None = None
-    """(replicas, shards), whose product is the number of ranks: shards are on adjacent ranks, and replicas average
-    gradients. "nodes": a replica on each node. None: one replica, over all ranks."""
     cpu_offload: bool = False
-    """Keep shards, gradients and optimizer state in CPU memory, and step there."""
     broadcast_buffers: bool = True
-    """Broadcast buffers (the statistics of BatchNorm) from rank 0 after every forward that computes gradients."""
 
     def __post_init__(self) -> None:
         check_policy(self.auto_wrap_policy, "auto_wrap_policy")

@@ -36,19 +36,14 @@ class HorovodStrategy(Strategy):
 
     Args:
         launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
-        timeout_seconds: How long a collective waits for the other ranks before it raises.
-        broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
-            computes gradients.
-        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            "blocks" (`blocks_of(model)`), classes, or a function of a module.
+        timeout_seconds: How long a collective waits for the other ranks before it raises, naming the missing ones.
+        broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 whenever gradients are
+            averaged.
     """
 
     launcher: str = "auto"
-    """How processes are started: auto, script, fork, forkserver or spawn. auto: as `Fabric(launcher=...)` says."""
     timeout_seconds: float = 1800.0
-    """How long a collective waits for the other ranks before it raises, naming those that have not arrived."""
     broadcast_buffers: bool = True
-    """Broadcast buffers (BatchNorm statistics) from rank 0 whenever gradients are averaged."""
 
     @property
     def lacks(self) -> Mapping[Capability, str]:

@@ -121,34 +121,23 @@ class ManualStrategy(ProcessGroupStrategy):
     """Parallelism that the user implements.
 
     Args:
-        parallelize: `parallelize(module, context)`, called by `setup` on every rank; returns the module to train, or
-            `Parallelized`.
-        mesh: The axes of `context.mesh` and their degrees. None: one axis, "data", over all ranks.
-        data_axes: The axes along which ranks read different samples. None: all axes.
-        reshard_roots: Free the parameters of the outermost `fully_shard` modules after forward. False: as the function
-            wrote it.
-        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
-        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
-        timeout_seconds: How long a collective waits for the other ranks before it raises.
-        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            "blocks" (`blocks_of(model)`), classes, or a function of a module.
+        parallelize: `parallelize(module, context)`, called by `setup` on every rank, once for each module. It modifies
+            the module or makes another one, and returns it, or a `Parallelized`. In optimizers that exist already,
+            replaced parameters are exchanged for those of the same name. Where ranks are spawned, the function must be
+            importable.
+        mesh: The axes of `context.mesh` and their degrees, whose product is the number of ranks; ranks are consecutive
+            along the last axis. None: one axis, "data", over all ranks.
+        data_axes: The axes along which ranks read different samples, and along which gradients are averaged
+            (`Parallelized(averaged=...)`). None: all axes.
+        reshard_roots: Free the parameters of the outermost `fully_shard` modules after forward, as those of inner
+            ones. False: as the function wrote it; by torch's default they stay gathered until backward. See
+            `FSDPStrategy.reshard_after_forward` for the consequences.
     """
 
     parallelize: Callable[[Any, ManualContext], nn.Module | Parallelized] | None = None
-    """`parallelize(module, context)` is called by `setup`, on every rank, once for each module. It modifies the module
-    or makes another one, and returns it, or a `Parallelized`. In optimizers that were made before, replaced parameters
-    are exchanged for those of the same name. If ranks are spawned, the function must be importable."""
     mesh: Mapping[str, int] | None = None
-    """The axes of `context.mesh` and their degrees, whose product is the number of ranks; ranks are consecutive along
-    the last axis. None: one axis, "data", over all ranks."""
     data_axes: tuple[str, ...] | None = None
-    """The axes along which ranks read different samples: data is distributed along them, and gradients averaged
-    (`Parallelized(averaged=...)`). None: all axes."""
-
     reshard_roots: bool = True
-    """Whether parameters of the outermost modules that the function calls `fully_shard` on are freed after forward, as
-    those of inner ones (`set_reshard_after_forward(True)`). False: as the function wrote it; by torch's default they
-    stay gathered until backward. See `FSDPStrategy.reshard_after_forward` for what that means."""
 
     def __post_init__(self) -> None:
         check_function(self, "parallelize", "parallelize(module, context)")

@@ -67,38 +67,24 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             from rank 0.
         data: Number of replicas, each with samples of its own.
         shard: Number of ranks with a shard of each parameter and samples of their own, for `fully_shard`.
-        context: Number of ranks with different positions of the same sequences, for context parallelism.
+        context: Number of ranks with different positions of the same sequences, for `context_attention`.
         tensor: Number of ranks that compute a part of each layer on the same samples, for `parallelize_module`.
         pipeline: The stages of pipeline parallelism, and their schedule: `Pipeline(...)`.
-        reshard_roots: Free the parameters of the outermost `fully_shard` modules after forward. False: as the function
-            wrote it.
-        broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
-            computes gradients.
-        launcher: How processes are started: auto (as `Fabric(launcher=...)` says), script, fork, forkserver or spawn.
-        backend: The backend of torch.distributed. None: the accelerator's own, gloo on the CPU and nccl on CUDA.
-        timeout_seconds: How long a collective waits for the other ranks before it raises.
-        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            "blocks" (`blocks_of(model)`), classes, or a function of a module.
+        reshard_roots: Free the parameters of the outermost `fully_shard` modules after forward, as those of inner
+            ones. False: as the function wrote it; by torch's default they stay gathered until backward. See
+            `FSDPStrategy.reshard_after_forward` for the consequences.
+        broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from the first data rank after each
+            forward that computes gradients.
     """
 
     parallelize_fn: Parallelize | None = None
-    """Called by `setup` on every rank, with the user's model, after its weights were broadcast from rank 0."""
     data: Degree = 1
-    """Number of replicas, each with data of its own."""
     shard: Degree = 1
-    """Number of ranks that hold a shard of each parameter, with data of their own: for `fully_shard`."""
     context: Degree = 1
-    """Number of ranks that hold different positions of the same sequences: see `context_parallel.py`."""
     tensor: Degree = 1
-    """Number of ranks that compute a part of each layer, on the same data: for `parallelize_module`."""
     pipeline: Pipeline | None = None
-    """The stages of pipeline parallelism, and their schedule."""
     reshard_roots: bool = True
-    """Whether parameters of the outermost modules that the function calls `fully_shard` on are freed after forward, as
-    those of inner ones (`set_reshard_after_forward(True)`). False: as the function wrote it; by torch's default they
-    stay gathered until backward. See `FSDPStrategy.reshard_after_forward` for what that means."""
     broadcast_buffers: bool = True
-    """Broadcast buffers (BatchNorm statistics) from the first data rank after each forward that computes gradients."""
 
     def __post_init__(self) -> None:
         check_function(self, "parallelize_fn", "parallelize_fn(model, mesh)")

@@ -46,10 +46,6 @@ class XLAFSDPStrategy(TorchXLAStrategy):
 
     Parameters that `torch_xla.distributed.spmd.mark_sharding` has marked before `setup` keep their sharding. SPMD
     cannot be switched off again in a process: replicas, and a plain XLA device, need another one.
-
-    Args:
-        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            "blocks" (`blocks_of(model)`), classes, or a function of a module.
     """
 
     def refuse(self, target: Target) -> str | None:

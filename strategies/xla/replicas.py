@@ -44,26 +44,20 @@ class XLAStrategy(TorchXLAStrategy):
 
     Args:
         timeout_seconds: How long the ranks wait for each other in `launch`.
-        find_unused_parameters: Agree after each backward which parameters have gradients; costs an all-reduce that the
-            host waits for.
+        find_unused_parameters: All-reduce after each backward which parameters have gradients, and count missing ones
+            as zero. Costs an all-reduce that the host waits for. False: a parameter that is used only in some steps
+            raises.
         broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 after each forward that
             computes gradients.
-        cpu_replicas: Allow several replicas on PJRT's CPU client, which hangs in torch_xla 2.9 as released.
-        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            "blocks" (`blocks_of(model)`), classes, or a function of a module.
+        cpu_replicas: Allow several replicas on PJRT's CPU client, which hangs in the first collective of torch_xla 2.9
+            as released. For builds that fix it, such as the build of our tests.
     """
 
     launcher_name: ClassVar[str] = "xla"
     timeout_seconds: float = 1800.0
-    """How long the ranks wait for each other in `launch`."""
     find_unused_parameters: bool = False
-    """All-reduce after each backward which parameters have gradients, and count missing ones as zero. Costs an
-    all-reduce that the host waits for. Without it, a parameter that is used only in some steps raises."""
     broadcast_buffers: bool = True
-    """Broadcast buffers (BatchNorm statistics) from rank 0 after each forward that computes gradients."""
     cpu_replicas: bool = False
-    """Allow several replicas on PJRT's CPU client. torch_xla 2.9 as released hangs there in the first collective; for
-    builds that fix it, such as that of our tests."""
 
     @property
     def lacks(self) -> Mapping[Capability, str]:

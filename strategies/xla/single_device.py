@@ -32,12 +32,7 @@ from fabric.strategies.xla.torch_xla_strategy import TorchXLAStrategy
 @final
 @dataclass(frozen=True, kw_only=True)
 class SingleDeviceXLAStrategy(TorchXLAStrategy):
-    """The model on one XLA device, in the calling process, which cannot launch replicas afterwards.
-
-    Args:
-        activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
-            "blocks" (`blocks_of(model)`), classes, or a function of a module.
-    """
+    """The model on one XLA device, in the calling process, which cannot launch replicas afterwards."""
 
     def refuse(self, target: Target) -> str | None:
         sentence = refuse_accelerator("single_xla", target)
