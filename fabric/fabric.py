@@ -49,7 +49,6 @@ from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, CollectiveError, ReduceOp
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
-from fabric.strategies.collectives.padding import pad_across_ranks
 from fabric.strategies.collectives.rank_zero import rank_zero_first
 from fabric.strategies.data.share import Uneven, Use
 from fabric.strategies.data.transfer import move
@@ -706,16 +705,6 @@ class Fabric:
                 "ranks. It is the second argument: name the others, as in `fabric.all_reduce(x, reduce_op='sum')`."
             )
         return group or self._connected.collective
-
-    def pad_across_ranks(self, data: Any, dim: int = 0, pad_value: float = 0, group: Collective | None = None) -> Any:
-        """Pad every tensor along `dim` with `pad_value` to the greatest length on any rank, for tensors whose lengths
-        differ between ranks: `fabric.all_gather(fabric.pad_across_ranks(logits))`. Differentiable.
-
-        Ranks: all of the group. Gather the lengths as well if padding must be distinguished from data.
-        Raises: CollectiveError: the ranks' data differs in more than the lengths along `dim`. IndexError: a tensor has
-        no such dimension. ValueError: a dtype cannot represent `pad_value`.
-        """
-        return pad_across_ranks(self._ranks(group), data, dim, pad_value)
 
     def gather_for_metrics(self, values: Sequence[T], loader: Iterable[Any]) -> T:
         """Return the values of every sample of the last iteration over a prepared loader, each once, in the order in

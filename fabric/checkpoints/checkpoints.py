@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, MutableMapping
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -22,7 +23,12 @@ from fabric.loop.setup import SetUp
 from fabric.strategies.checkpoint import loading, other_formats, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
 from fabric.strategies.checkpoint.direct_state_dict import INSTEAD
-from fabric.strategies.checkpoint.errors import CheckpointEntryError, CheckpointError
+from fabric.strategies.checkpoint.errors import (
+    CheckpointEntryError,
+    CheckpointError,
+    raised_together,
+    read_by_rank_zero,
+)
 from fabric.strategies.checkpoint.mismatches import mismatches, table
 from fabric.strategies.checkpoint.state import RUN, Filter, Stateful, load_into, restore, state_of, uncompiled
 from fabric.strategies.checkpoint.storage import storage_of
@@ -40,8 +46,8 @@ class Checkpoints:
     def __init__(self, runtime: Runtime, set_up: SetUp, moments: Moments) -> None:
         self._runtime, self._collective = runtime, runtime.collective
         self._set_up, self._moments, self._access = set_up, moments, set_up.state_access
-        self._left_out: set[str] = set()
-        """What was reported to be left out of checkpoints: names of loaders without a state, and messages."""
+        self._report_once = cache(runtime.report)
+        """Reports what checkpoints leave out: each message once."""
         self._background = BackgroundSaves(runtime.collective, saving_rank)
 
     def save(
@@ -122,7 +128,7 @@ class Checkpoints:
         """Read a checkpoint, or a file of another library. Ranks: all."""
         self.wait()
         storage = storage_of(path)
-        if loading.from_rank_zero(self._collective, storage, lambda: other_formats.is_foreign(path)):
+        if read_by_rank_zero(self._collective, storage.path, lambda: other_formats.is_foreign(path)):
             return other_formats.load(self._collective, path)
         return loading.load(self._collective, storage)
 
@@ -130,22 +136,21 @@ class Checkpoints:
         """Raise CheckpointError on every rank if a state does not fit. Ranks: all."""
         rows = mismatches(dict(state), content, self._access, self._loader_states)
         wrong = rows if strict else [row for row in rows if not row.is_left_out]
-        problem, kind = None, CheckpointError  # a class of it
-        if wrong:
-            hint = _NO_WEIGHTS if any(row.there == "(0,)" for row in wrong) else _OTHER_NAMES
-            problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}\n{hint}")
-            if any(row.there == "missing" and row.entry in state for row in wrong):
-                kind = CheckpointEntryError
-        loading.refuse_unread(self._collective, storage_of(path), problem, kind)
+        with raised_together(self._collective, "read", os.fspath(path)):
+            if wrong:
+                hint = _NO_WEIGHTS if any(row.there == "(0,)" for row in wrong) else _OTHER_NAMES
+                is_entry = any(row.there == "missing" and row.entry in state for row in wrong)
+                kind = CheckpointEntryError if is_entry else CheckpointError
+                raise kind(f"it does not fit, and nothing was loaded.\n{table(wrong)}\n{hint}")
         if rows:
             self._runtime.report(f"`fabric.{method}(..., strict=False)` left out:\n{table(rows)}")
 
     @property
     def _loader_states(self) -> LoaderStates:
-        return LoaderStates(self._collective, self._runtime.report, self._left_out)
+        return LoaderStates(self._collective, self._report_once)
 
     def _run_state(self, state: Mapping[str, Any]) -> RunState:
-        return RunState(self._runtime, self._set_up, dict(state), self._left_out)
+        return RunState(self._runtime, self._set_up, dict(state), self._report_once)
 
 
 def _check_named(method: str, state: object) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final, get_args
 
 from fabric.strategies.checkpoint.background import PendingSave
-from fabric.strategies.checkpoint.loading import from_rank_zero
+from fabric.strategies.checkpoint.errors import read_by_rank_zero
 from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.storage import storage_of
 
@@ -106,7 +106,7 @@ class CheckpointDirectory:
         if wrong is not None:
             raise ValueError(wrong)
         fabric.wait_for_save()  # a checkpoint that is not complete yet would be taken for the remains of a dead job
-        folder = from_rank_zero(fabric.collective, self._storage, lambda: self._next(step, metric))
+        folder = read_by_rank_zero(fabric.collective, self.path, lambda: self._next(step, metric))
         return fabric.save(self._storage.inside(folder).path, state, filter, blocking, after_commit=self._remove_old)
 
     def load(
@@ -117,7 +117,7 @@ class CheckpointDirectory:
         Entries that `state` does not name: `fabric.load(path)`. Ranks: all; rank 0 chooses. Raises: as `fabric.load`.
         """
         fabric.wait_for_save()
-        path = from_rank_zero(fabric.collective, self._storage, self.latest)
+        path = read_by_rank_zero(fabric.collective, self.path, self.latest)
         if path is not None:
             fabric.load(path, state, strict, resume_loaders=resume_loaders)
         return path

@@ -26,10 +26,10 @@ OF_RANKS = "loader of each rank"
 
 @final
 class LoaderStates(LoaderAccess):
-    """How one fabric saves loaders. `reported`: names whose omission was reported before."""
+    """How one fabric saves the loaders that the state names."""
 
-    def __init__(self, collective: Collective, report: Callable[[str], None], reported: set[str]) -> None:
-        self._collective, self._report, self._reported = collective, report, reported
+    def __init__(self, collective: Collective, report_once: Callable[[str], None]) -> None:
+        self._collective, self._report_once = collective, report_once
 
     def is_loader(self, obj: object) -> bool:
         return isinstance(obj, (DataLoader, DeviceLoader))
@@ -63,10 +63,7 @@ class LoaderStates(LoaderAccess):
         loader.load_state_dict(in_memory(content if states is None else states[self._collective.rank]))
 
     def _leave_out(self, name: str, loader: object) -> None:
-        if name in self._reported:
-            return
-        self._reported.add(name)
-        self._report(
+        self._report_once(
             f"`state[{name!r}]` is a `{loader_name(loader)}`, which has no state: checkpoints leave it out, and "
             "a resumed run starts its epoch from the beginning. Save what `fabric.setup_dataloaders` returned to "
             "resume in mid-epoch, or leave it out of the state."
@@ -85,9 +82,13 @@ class LoaderPositions:
     """
 
     def __init__(
-        self, loaders: Sequence[DeviceLoader], collective: Collective, report: Callable[[str], None], reported: set[str]
+        self,
+        loaders: Sequence[DeviceLoader],
+        collective: Collective,
+        report: Callable[[str], None],
+        report_once: Callable[[str], None],
     ) -> None:
-        self._loaders, self._collective, self._report, self._reported = loaders, collective, report, reported
+        self._loaders, self._collective, self._report, self._report_once = loaders, collective, report, report_once
 
     def read(self) -> list[Any]:
         """Those of this rank. Ranks: each on its own."""
@@ -170,11 +171,6 @@ class LoaderPositions:
                 raise ValueError(f"{error} {_OR_ANEW}") from None
             return str(error)
         return None
-
-    def _report_once(self, message: str) -> None:
-        if message not in self._reported:
-            self._reported.add(message)
-            self._report(message)
 
 
 def _place(state: dict[str, Any]) -> str:

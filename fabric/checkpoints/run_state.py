@@ -10,19 +10,17 @@ from that of rank 0.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from fabric.checkpoints.loader_positions import LoaderPositions
 from fabric.loop.setup import SetUp
 from fabric.strategies.accelerators.registry import device_rngs
-from fabric.strategies.checkpoint.state import is_stateful, uncompiled
+from fabric.strategies.checkpoint.state import is_stateful, named_objects, uncompiled
 from fabric.strategies.checkpoint.tensors import in_memory, of_other_rank, of_rank
-from fabric.strategies.checkpoint.values import pointer
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.rng import process_rngs
 from fabric.strategies.runtime import Runtime
@@ -37,12 +35,12 @@ class RunState:
     that it names.
     """
 
-    def __init__(self, runtime: Runtime, set_up: SetUp, state: Any, reported: set[str]) -> None:
+    def __init__(self, runtime: Runtime, set_up: SetUp, state: Any, report_once: Callable[[str], None]) -> None:
         self._runtime = runtime
-        objects = dict(_named(state))
+        objects = dict(named_objects(state))
         named = {id(each) for each in objects.values()}
         loaders = [loader for each in set_up.loaders if (loader := each()) is not None and id(loader) not in named]
-        self._loaders = LoaderPositions(loaders, runtime.collective, runtime.report, reported)
+        self._loaders = LoaderPositions(loaders, runtime.collective, runtime.report, report_once)
         self._stateful = {
             "scalers": set_up.scalers(),
             "schedulers": [s for each in set_up.schedulers if (s := each()) is not None and id(s) not in named],
@@ -57,7 +55,8 @@ class RunState:
     def read(self, *, gathered: bool = False) -> dict[str, Any]:
         """The entry to save; `gathered`: whole on every rank, otherwise with `TensorShards`. Ranks: all call it."""
         collective, share = self._runtime.collective, self._runtime.share
-        own, read = {"share": [share.index, share.count], **generators_of(self._runtime)}, self._loaders.read()
+        generators = {name: rng.read() for name, rng in _rngs(self._runtime).items()}
+        own, read = {"share": [share.index, share.count], **generators}, self._loaders.read()
         of_ranks = collective.all_gather_object((own, read if gathered else of_other_rank(read)))
         positions = [each for _, each in of_ranks]
         if not gathered:
@@ -90,14 +89,16 @@ class RunState:
                 report(
                     f"The checkpoint has {len(entry[kind])} {kind}, and this run {len(objects)}: they are unchanged."
                 )
-        saved = entry.get("steps", {})  # missing in checkpoints of older releases, as the loaders are
-        for name in self._steps.keys() & saved.keys():
-            self._steps[name].load_state_dict(in_memory(saved[name]))
+        for name in self._steps.keys() & entry["steps"].keys():
+            self._steps[name].load_state_dict(in_memory(entry["steps"][name]))
         if resume_loaders:
-            self._loaders.write(entry.get("loaders", []))
+            self._loaders.write(entry["loaders"])
         states = entry["generators"]
         own = next((each for each in states if each["share"] == [share.index, share.count]), states[0])
-        restore_generators(self._runtime, in_memory(own))
+        saved = in_memory(own)
+        for name, rng in _rngs(self._runtime).items():
+            if name in saved:
+                rng.write(saved[name])
 
 
 def _adapter_configs(obj: Any) -> dict[str, Any]:
@@ -112,34 +113,12 @@ def _adapter_configs(obj: Any) -> dict[str, Any]:
 
 def is_run(state: Any) -> bool:
     """Whether `state` resumes a run: it has an optimizer or a prepared loader."""
-    return any(isinstance(each, (Optimizer, DeviceLoader)) for _, each in _named(state))
+    return any(isinstance(each, (Optimizer, DeviceLoader)) for _, each in named_objects(state))
 
 
 def has_objects(state: Any) -> bool:
     """Whether `state` has more than plain values."""
-    return any(isinstance(each, nn.Module) or is_stateful(each) for _, each in _named(state))
-
-
-def _named(state: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """All objects of `state`, also those in nested dictionaries and lists, each with its JSON pointer."""
-    if isinstance(state, (dict, list, tuple)):
-        for key, entry in state.items() if isinstance(state, dict) else enumerate(state):
-            yield from _named(entry, pointer(at, key))
-    else:
-        yield at, state
-
-
-def generators_of(runtime: Runtime) -> dict[str, Any]:
-    """The states of this rank's random generators, by name."""
-    return {name: rng.read() for name, rng in _rngs(runtime).items()}
-
-
-def restore_generators(runtime: Runtime, states: dict[str, Any]) -> None:
-    """Restore what `generators_of` returned; generators that it did not have stay as they are."""
-    for name, rng in _rngs(runtime).items():
-        if name in states:
-            state = states[name]
-            rng.write(state.cpu() if isinstance(state, torch.Tensor) else state)
+    return any(isinstance(each, nn.Module) or is_stateful(each) for _, each in named_objects(state))
 
 
 def _rngs(runtime: Runtime) -> dict[str, Rng]:

@@ -61,7 +61,7 @@ def _check_values(values: Any, loader: Any) -> None:
         raise RuntimeError(
             f"`gather_for_metrics` of a `{name}` whose iteration has not ended: the loop over it has had "
             f"{iteration.num_batches} batches, and goes on or was left by `break`. Call it once, after the loop. For "
-            "values of some batches, use `fabric.all_gather(fabric.pad_across_ranks(values))`."
+            "values of some batches, use `fabric.all_gather(values)`."
         )
     if len(values) != iteration.num_batches:
         raise ValueError(

@@ -14,14 +14,14 @@ One save at a time: the next one waits for the previous one.
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import secrets
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from fabric.strategies.accelerators.torch_accelerator import has_streams
-from fabric.strategies.checkpoint.errors import CheckpointError
+from fabric.strategies.checkpoint.errors import CheckpointError, attempt, failure
 from fabric.strategies.checkpoint.manifest import ALIGNMENT_BYTES
-from fabric.strategies.checkpoint.saving import Failure, Plan, attempt, finish, plan, refuse_together, write
+from fabric.strategies.checkpoint.saving import Plan, commit, plan, remove_unwritten, removed_if_unwritten, write
 from fabric.strategies.checkpoint.storage import Storage
 from fabric.strategies.checkpoint.tensors import TensorShards, memory_of
 from fabric.strategies.collectives.collective import Collective
@@ -109,9 +109,8 @@ class BackgroundSaves:
         collective = self._collective
         token = collective.broadcast_object(secrets.token_hex(4))
         store = collective.store()
-        staged: list[Plan] = []
-        problem = attempt(lambda: staged.append(self._staging.copy(plan(state, collective.rank, token))))
-        refuse_together(collective, storage, problem, token)
+        with removed_if_unwritten(collective, storage, token):
+            staged = [self._staging.copy(plan(state, collective.rank, token))]
         around = ExitStack()
         around.enter_context(self._around())
 
@@ -134,7 +133,7 @@ class BackgroundSaves:
         if pending is None:
             return
         was_reported = pending.is_reported
-        problem = attempt(pending.wait)  # Ctrl-C passes: the next call, at the end of the program, waits again
+        _, problem = attempt(pending.wait)  # Ctrl-C passes: the next call, at the end of the program, waits again
         self._pending = None
         if problem is not None and not was_reported:
             raise problem
@@ -184,51 +183,37 @@ def _of_copies(sharded: TensorShards, copies: dict[Any, Tensor]) -> TensorShards
 
 def _save(
     storage: Storage, plan: Plan, store: Store | None, size: int, after_commit: Callable[[], object] | None
-) -> Exception | None:
-    """Write, agree, commit. Returns the error that every rank raises, or None."""
-    problem = attempt(lambda: write(storage, plan))
-
-    def commit() -> None:
-        finish(storage, plan.token, size, after_commit)
-
-    try:
-        if store is not None:
-            failure = _agree(store, plan, size, problem, commit)
-        else:
-            problem = problem or attempt(commit)
-            failure = Failure.of(problem, 0)
-    except Exception as error:  # of the store: a rank ended. Rank 0 may have committed, so the files are kept
-        return CheckpointError(_UNKNOWN.format(rank=plan.rank, path=storage.path, why=error), rank=plan.rank)
-    if failure is None:
-        return None
-    failure.clean_up(storage, plan.token, plan.rank)
-    raised = failure.error(storage)
-    raised.__cause__ = problem
-    return raised
-
-
-def _agree(
-    store: Store, plan: Plan, size: int, problem: Exception | None, commit: Callable[[], None]
-) -> Failure | None:
-    """The outcome, the same on every rank. Rank 0 calls `commit` once all ranks have written without a problem.
+) -> CheckpointError | None:
+    """Write, agree, commit on rank 0. Returns the error that every rank raises, or None.
 
     See Note [How the threads agree].
     """
-    own: Any = PrefixStore(f"save/{plan.token}", store.clone())  # type: ignore[attr-defined]  # calls block it
-    if problem is not None and own.add("num_failed", 1) == 1:
-        own.set("failure", _text(Failure.of(problem, plan.rank)))
-    if own.add("num_written", 1) == size:
-        own.set("all_written", "")
-    if plan.rank == 0:
-        own.wait(["all_written"])
-        failed = own.check(["failure"])
-        own.set("outcome", own.get("failure") if failed else _text(Failure.of(attempt(commit), 0)))
-    found = json.loads(own.get("outcome"))
-    return None if found is None else Failure(**found)
+    _, problem = attempt(lambda: write(storage, plan))
 
+    def outcome() -> bytes:
+        return pickle.dumps(None if problem is None else failure(problem, "write", storage.path, plan.rank))
 
-def _text(failure: Failure | None) -> str:
-    return json.dumps(None if failure is None else asdict(failure))
+    error: CheckpointError | None
+    try:
+        # A connection of its own, which calls block.
+        own: Any = torch.distributed.HashStore() if store is None else store.clone()  # type: ignore[attr-defined]
+        own = PrefixStore(f"save/{plan.token}", own)
+        if problem is not None and own.add("num_failed", 1) == 1:
+            own.set("failure", outcome())
+        if own.add("num_written", 1) == size:
+            own.set("all_written", "")
+        if plan.rank == 0:
+            own.wait(["all_written"])
+            if not (has_failed := own.check(["failure"])):
+                _, problem = attempt(lambda: commit(storage, plan.token, size, after_commit))
+            own.set("outcome", own.get("failure") if has_failed else outcome())
+        error = pickle.loads(own.get("outcome"))
+    except Exception as lost:  # of the store: a rank ended. Rank 0 may have committed, so the files are kept
+        return CheckpointError(_UNKNOWN.format(rank=plan.rank, path=storage.path, why=lost), rank=plan.rank)
+    if error is not None:
+        remove_unwritten(storage, plan.token, plan.rank, error)
+        error.__cause__ = problem
+    return error
 
 
 _UNKNOWN = (

@@ -17,7 +17,7 @@ from fabric.strategies.checkpoint.loading import Checkpoint, reading
 from fabric.strategies.checkpoint.other_formats import INDEX_SUFFIX, SUFFIX, save_safetensors
 from fabric.strategies.checkpoint.state import RUN
 from fabric.strategies.checkpoint.storage import Folder, local_path
-from fabric.strategies.checkpoint.tensors import Stored, in_memory
+from fabric.strategies.checkpoint.tensors import Stored, in_memory, shown
 
 Choose: TypeAlias = Callable[[str, Tensor], bool]
 
@@ -56,7 +56,7 @@ def consolidate(
     if adapter is not None:
         entries = _of_adapter(entries, adapter)
     if filter is not None:
-        entries = {key: each for key, each in entries.items() if filter(key, _shown(each))}
+        entries = {key: each for key, each in entries.items() if filter(key, shown(each))}
     tensors = _tensors(entries, chosen)
     if not tensors:
         raise ValueError(
@@ -103,10 +103,6 @@ def _tensors(state: Mapping[str, Any], name: str) -> dict[str, Stored]:
             f"{', '.join(map(repr, others))}. Pass a `filter` that leaves them out."
         )
     return dict(state)
-
-
-def _shown(entry: Any) -> Any:
-    return entry.like if isinstance(entry, Stored) else entry
 
 
 def _of_adapter(tensors: Mapping[str, Any], adapter: str) -> dict[str, Any]:

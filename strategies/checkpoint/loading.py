@@ -5,27 +5,31 @@ All bytes are verified before any object is changed; each rank verifies a share 
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 import xxhash
 from torch import Tensor
 
-from fabric.strategies.checkpoint.errors import CheckpointError, CheckpointNotFoundError, sentence_of
+from fabric.strategies.checkpoint.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    failure,
+    raised_together,
+    read_by_rank_zero,
+)
 from fabric.strategies.checkpoint.manifest import NAME, Manifest, Piece
-from fabric.strategies.checkpoint.saving import attempt, is_written_by_save
+from fabric.strategies.checkpoint.saving import is_written_by_save
 from fabric.strategies.checkpoint.storage import Storage, buffer_of, local_path, storage_of
 from fabric.strategies.checkpoint.tensors import Stored, in_memory
 from fabric.strategies.checkpoint.values import DTYPES, decode, keys_of
 from fabric.strategies.collectives.collective import Collective
-
-T = TypeVar("T")
 
 
 @final
@@ -42,9 +46,9 @@ class Checkpoint:
     def open(cls, storage: Storage, content: bytes | None = None) -> Checkpoint:
         """The checkpoint in this folder; `content`: the bytes of its manifest, if they were read already.
 
-        Raises: FileNotFoundError: there is no manifest. ValueError: the manifest cannot be read.
+        Raises: CheckpointError: there is no manifest. ValueError: the manifest is damaged.
         """
-        manifest = Manifest.of_bytes(storage.read(NAME) if content is None else content)
+        manifest = Manifest.of_bytes(_manifest_of(storage) if content is None else content)
         return cls(storage=storage, manifest=manifest, open_file=cache(storage.open))
 
     def content(self) -> Any:
@@ -102,18 +106,14 @@ def read_checkpoint(path: str | os.PathLike[str], names: Iterable[str] | None = 
         return in_memory({name: found[name] for name in (found if names is None else names)})
 
 
-@contextlib.contextmanager
+@contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[Storage]:
     """Convert any error within the context to a CheckpointError that describes what is at `path`. One process."""
     storage = storage_of(path)
     try:
         yield storage
-    except (FileNotFoundError, NotADirectoryError) as error:
-        why = _what_is_there(storage)
-        kind = CheckpointNotFoundError if why == _NOTHING else CheckpointError
-        raise kind(_UNREAD.format(rank=0, path=storage.path, why=why), rank=0) from error
     except Exception as error:
-        raise CheckpointError(_UNREAD.format(rank=0, path=storage.path, why=sentence_of(error)), rank=0) from error
+        raise failure(error, "read", storage.path, 0) from error
 
 
 def load(collective: Collective, storage: Storage) -> Any:
@@ -122,72 +122,42 @@ def load(collective: Collective, storage: Storage) -> Any:
     Ranks: all call it. Raises: CheckpointError: on every rank, if a rank could not read it, or found it damaged.
     """
     # Read once, so that all ranks load the same checkpoint even if another is saved.
-    content = from_rank_zero(collective, storage, lambda: _manifest_of(storage))
-    opened: list[Checkpoint] = []
-
-    def open_and_verify() -> None:
-        opened.append(Checkpoint.open(storage, content))
-        opened[0].verify(share=collective.rank, num_shares=collective.size)
-
-    refuse_unread(collective, storage, attempt(open_and_verify))
-    return opened[0].content()
-
-
-def refuse_unread(
-    collective: Collective, storage: Storage, problem: Exception | None, kind: type[CheckpointError] = CheckpointError
-) -> None:
-    """Raise CheckpointError on every rank if any has a problem. Costs one small all-reduce if none has. Ranks: all.
-
-    `kind`: the class of the error, which is that of the first rank with a problem.
-    """
-    if collective.reduce_boolean_decision(problem is None):
-        return
-    found = collective.all_gather_object(None if problem is None else (sentence_of(problem), kind))
-    rank, (sentence, kind) = next((rank, each) for rank, each in enumerate(found) if each is not None)
-    raise kind(_UNREAD.format(rank=rank, path=storage.path, why=sentence), rank=rank) from problem
-
-
-def from_rank_zero(collective: Collective, storage: Storage, read: Callable[[], T]) -> T:
-    """What `read` returns on rank 0, on every rank. Ranks: all. Raises: CheckpointError on every rank, if it raised."""
-    found: list[T] = []
-    problem = attempt(lambda: found.append(read())) if collective.rank == 0 else None
-    sent: tuple[list[T], str | None] = (found, None if problem is None else sentence_of(problem))
-    found, sentence = collective.broadcast_object(sent)
-    if sentence is not None:
-        kind = CheckpointNotFoundError if sentence.endswith(_NOTHING) else CheckpointError
-        raise kind(_UNREAD.format(rank=0, path=storage.path, why=sentence), rank=0) from problem
-    return found[0]
+    content = read_by_rank_zero(collective, storage.path, lambda: _manifest_of(storage))
+    with raised_together(collective, "read", storage.path):
+        checkpoint = Checkpoint.open(storage, content)
+        checkpoint.verify(share=collective.rank, num_shares=collective.size)
+    return checkpoint.content()
 
 
 def _manifest_of(storage: Storage) -> bytes:
-    """The bytes of the manifest."""
+    """The bytes of the manifest. Raises: CheckpointError: there is none; says what there is."""
     try:
         return storage.read(NAME)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(_what_is_there(storage)) from error
+        raise _no_manifest(storage) from error
 
 
-def _what_is_there(storage: Storage) -> str:
+def _no_manifest(storage: Storage) -> CheckpointError:
     if local_path(storage.path).is_file():
-        return (
+        return CheckpointError(
             "It is a file, and a checkpoint is a folder. `fabric.load_raw(path, module)` reads the file of one module."
         )
     names, folders = storage.names(), sorted(storage.folders())
     if ".metadata" in names:
-        return (
+        return CheckpointError(
             "It is a checkpoint of `torch.distributed.checkpoint`, whose metadata is a pickle. If you trust its "
             f"source, `python -m torch.distributed.checkpoint.format_utils dcp_to_torch {storage.path} FILE` writes a "
             "file that `fabric.load_raw(FILE, module)` reads."
         )
     if any(is_written_by_save(name) for name in names):
-        return f"The folder has no `{NAME}`: the save was not completed. Load another checkpoint."
+        return CheckpointError(f"The folder has no `{NAME}`: the save was not completed. Load another checkpoint.")
     if names or folders:
         found = ", ".join(map(repr, (sorted(names) or folders)[-10:]))
-        return (
+        return CheckpointError(
             f"The folder has no `{NAME}`, but {found}. Load a folder that `fabric.save` wrote, the newest of a "
             "`CheckpointDirectory(path)`, or the file of one module by `fabric.load_raw(path, module)`."
         )
-    return _NOTHING
+    return CheckpointNotFoundError("There is no such folder, or it is empty.")
 
 
 def _insert(found: Any, keys: list[str], tensor: Stored) -> None:
@@ -196,8 +166,6 @@ def _insert(found: Any, keys: list[str], tensor: Stored) -> None:
     found[keys[-1]] = tensor
 
 
-_NOTHING = "There is no such folder, or it is empty."
-_UNREAD = "Rank {rank} could not read the checkpoint {path!r}: {why}"
 _DAMAGED = (
     "the bytes on disk are not those that were written (checksum mismatch), in {tensor}. Load another checkpoint."
 )

@@ -42,7 +42,7 @@ def mismatches(target: Any, content: Any, access: FindAccess, loaders: LoaderAcc
             inner = f"{at}/{key}" if at else str(key)
             if key in content:
                 found += mismatches(each, content[key], access, loaders, inner)
-            elif not (loaders.is_loader(each) and not is_stateful(each)):
+            elif not loaders.is_stateless(each):
                 found.append(Mismatch(inner, f"`{type(each).__name__}`", "missing", True))
         return found
     if isinstance(target, (list, tuple)) and isinstance(content, (list, tuple)) and len(target) == len(content):

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fabric.strategies.checkpoint.direct_state_dict import INSTEAD
-from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
-from fabric.strategies.checkpoint.loading import refuse_unread
+from fabric.strategies.checkpoint.errors import raised_together
 from fabric.strategies.checkpoint.manifest import NAME
-from fabric.strategies.checkpoint.saving import attempt
-from fabric.strategies.checkpoint.storage import local_path, replacing, storage_of
+from fabric.strategies.checkpoint.storage import local_path, replacing
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.nests import tensors_in
@@ -38,14 +36,11 @@ def load(collective: Collective, path: str | os.PathLike[str]) -> Any:
 
     Raises: CheckpointError: on every rank, if any could not read it.
     """
-    content = list[Any]()
-
-    def read() -> None:
-        content.append(_read(local_path(path)))
-        _refuse_shards(content[0])
-
-    refuse_unread(collective, storage_of(path), attempt(read))
-    return content[0]
+    with raised_together(collective, "read", os.fspath(path)):
+        content = _read(local_path(path))
+        if any(as_sharded(tensor) is not None for tensor in tensors_in(content)):
+            raise ValueError(_SHARDS)  # the shards of one rank, which every rank would load as its own
+    return content
 
 
 def save(collective: Collective, path: str | os.PathLike[str], state: Any) -> None:
@@ -54,18 +49,10 @@ def save(collective: Collective, path: str | os.PathLike[str], state: Any) -> No
     Ranks: all call it; the state of rank 0 is written. It returns on all once the file is complete.
     Raises: CheckpointError: on every rank, if rank 0 could not write it.
     """
-
-    def write() -> None:
-        with replacing(local_path(path)) as file:
-            torch.save(state, file)
-
-    error = attempt(write) if collective.rank == 0 else None
-    sentence = collective.broadcast_object(None if error is None else sentence_of(error))
-    if sentence is not None:
-        message = (
-            f"Rank 0 could not write the checkpoint {str(path)!r}: {sentence}. What was there before is untouched."
-        )
-        raise CheckpointError(message, rank=0) from error
+    with raised_together(collective, "write", os.fspath(path)):
+        if collective.rank == 0:
+            with replacing(local_path(path)) as file:
+                torch.save(state, file)
 
 
 def with_tied(module: nn.Module, content: Any) -> Any:
@@ -129,12 +116,6 @@ def _has_shards(path: Path) -> bool:
     except Exception:  # no file of `torch.save`
         return False
     return any(name.endswith(".DTensor") for name in found)
-
-
-def _refuse_shards(content: Any) -> None:
-    """Raise ValueError for a file with the shards of one rank: every rank would load them as its own."""
-    if any(as_sharded(tensor) is not None for tensor in tensors_in(content)):
-        raise ValueError(_SHARDS)
 
 
 def load_safetensors(path: Path) -> dict[str, Tensor]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -23,7 +24,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
+from fabric.strategies.checkpoint.errors import CheckpointError, CommittedError, attempt, raised_together, sentence_of
 from fabric.strategies.checkpoint.manifest import ALIGNMENT_BYTES, NAME, Entry, Manifest, Piece, merged
 from fabric.strategies.checkpoint.storage import Storage, buffer_of
 from fabric.strategies.checkpoint.tensors import TensorShards, memory_of, replicated
@@ -48,11 +49,11 @@ def save(
     could not write; the previous checkpoint is untouched.
     """
     token = collective.broadcast_object(secrets.token_hex(4))
-    problem = attempt(lambda: write(storage, staged(plan(state, collective.rank, token))))
-    refuse_together(collective, storage, problem, token)
-    if collective.rank == 0:
-        problem = attempt(lambda: finish(storage, token, collective.size, after_commit))
-    refuse_together(collective, storage, problem, token)
+    with removed_if_unwritten(collective, storage, token):
+        write(storage, staged(plan(state, collective.rank, token)))
+    with removed_if_unwritten(collective, storage, token):
+        if collective.rank == 0:
+            commit(storage, token, collective.size, after_commit)
 
 
 @final
@@ -98,37 +99,25 @@ def plan(state: Any, rank: int, token: str) -> Plan:
 
 def _assigned(tensors: Mapping[str, TensorShards], rank: int) -> dict[str, TensorShards]:
     """The shards that this rank writes. Replicated ones are assigned to their holders by bytes, largest first."""
-    groups: dict[tuple[int, ...], list[tuple[str, Chunk, Tensor]]] = {}
-    for pointer, sharded in tensors.items():
-        for chunk, part in sharded.shards:
-            groups.setdefault(sharded.holders, []).append((pointer, chunk, part))
     # Tensors without elements may have no shards on any rank. Rank 0 writes their entries.
     mine: dict[str, list[tuple[Chunk, Tensor]]] = {
         name: [] for name, each in tensors.items() if rank == 0 and 0 in each.shape
     }
-    for holders, parts in groups.items():
-        for pointer, chunk, part in _share(parts, holders, rank):
-            mine.setdefault(pointer, []).append((chunk, part))
+    shards = [(name, each.holders, shard) for name, each in tensors.items() for shard in each.shards]
+    loads: dict[tuple[int, ...], dict[int, int]] = {}
+    writers: dict[Any, int] = {}
+    for name, holders, (chunk, part) in sorted(shards, key=lambda each: -each[2][1].nbytes):
+        load, memory = loads.setdefault(holders, dict.fromkeys(holders, 0)), (holders, memory_of(part))
+        if memory not in writers:  # tied tensors are written once
+            writers[memory] = min(holders, key=load.__getitem__)
+            load[writers[memory]] += part.nbytes
+        if writers[memory] == rank:
+            mine.setdefault(name, []).append((chunk, part))
     return {
-        pointer: TensorShards(tensors[pointer].shape, tensors[pointer].dtype, tuple(parts), ())
-        for pointer, parts in mine.items()
+        name: TensorShards(each.shape, each.dtype, tuple(mine[name]), ())
+        for name, each in tensors.items()
+        if name in mine
     }
-
-
-def _share(
-    parts: Sequence[tuple[str, Chunk, Tensor]], holders: Sequence[int], rank: int
-) -> Iterator[tuple[str, Chunk, Tensor]]:
-    if len(holders) == 1:
-        yield from parts if rank in holders else ()
-        return
-    loads, writers = dict.fromkeys(holders, 0), dict[Any, int]()
-    for pointer, chunk, part in sorted(parts, key=lambda each: -each[2].nbytes):
-        writer = writers.get(memory_of(part))
-        if writer is None:  # tied tensors are written once
-            writer = writers[memory_of(part)] = min(holders, key=loads.__getitem__)
-            loads[writer] += part.nbytes
-        if writer == rank:
-            yield pointer, chunk, part
 
 
 def write(storage: Storage, plan: Plan) -> None:
@@ -177,22 +166,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return buffer_of(flat)
 
 
-def finish(storage: Storage, token: str, num_ranks: int, after_commit: Callable[[], object] | None) -> None:
-    """Commit what all ranks have written, then call `after_commit`. On rank 0 only."""
-    commit(storage, [f"{token}.{rank}.json" for rank in range(num_ranks)])
-    if after_commit is not None:
-        try:
-            after_commit()
-        except Exception as error:
-            raise CommittedError(sentence_of(error)) from error
-
-
-def commit(storage: Storage, parts: Sequence[str]) -> None:
-    """Write the manifest for what all ranks have written, and remove the files that it replaces. On rank 0 only."""
+def commit(storage: Storage, token: str, num_ranks: int, after_commit: Callable[[], object] | None = None) -> None:
+    """Write the manifest for what all ranks have written, remove the files that it replaces, and call `after_commit`.
+    On rank 0 only."""
     found = []
-    for rank, name in enumerate(parts):
+    for rank in range(num_ranks):
         try:
-            found.append(Manifest.of_bytes(storage.read(name)))
+            found.append(Manifest.of_bytes(storage.read(f"{token}.{rank}.json")))
         except FileNotFoundError as error:
             raise ValueError(
                 f"Rank 0 does not find the files of rank {rank} in {storage.path!r}: rank {rank} saved to another path "
@@ -203,10 +183,15 @@ def commit(storage: Storage, parts: Sequence[str]) -> None:
     storage.commit(NAME, Manifest(values=found[0].values, tensors=tensors).to_bytes())
     files = {piece.file for entry in tensors.values() for piece in entry.pieces}
     attempt(partial(remove_leftovers, storage, files))  # the next save removes the rest
-
-
-class CommittedError(Exception):
-    """A step after the checkpoint was complete has failed: its files are kept."""
+    if after_commit is not None:
+        try:
+            after_commit()
+        except Exception as error:
+            raise CommittedError(
+                f"The checkpoint {storage.path!r} is complete, but a step after that failed on rank 0: "
+                f"{sentence_of(error)}.",
+                rank=0,
+            ) from error
 
 
 def remove_leftovers(storage: Storage, keep: Container[str]) -> None:
@@ -228,56 +213,22 @@ _WRITTEN = re.compile(rf"[0-9a-f]{{8}}\.\d+\.(bin|json)|{re.escape(NAME)}\.new")
 """The names of the files of a save, see `Plan.file`, `write` and `Folder.commit`."""
 
 
-def attempt(action: Callable[[], object]) -> Exception | None:
-    """Call it. Returns the exception that it raised, or None."""
+@contextmanager
+def removed_if_unwritten(collective: Collective, storage: Storage, token: str) -> Iterator[None]:
+    """Context for a part of a save: if any rank raises in it, every rank removes its files, and raises. Ranks: all."""
     try:
-        action()
-    except Exception as error:
-        return error
-    return None
+        with raised_together(collective, "write", storage.path):
+            yield
+    except CheckpointError as error:
+        remove_unwritten(storage, token, collective.rank, error)
+        if isinstance(error.__cause__, TypeError):
+            raise error.__cause__ from None
+        raise
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """The failure of one rank, as it is sent to the others."""
-
-    rank: int
-    sentence: str
-    is_committed: bool
-
-    @classmethod
-    def of(cls, problem: Exception | None, rank: int) -> Failure | None:
-        """From the exception that the rank raised, if any."""
-        if problem is None:
-            return None
-        is_committed = isinstance(problem, CommittedError)
-        sentence = str(problem) if is_committed else sentence_of(problem)
-        return cls(rank=rank, sentence=sentence, is_committed=is_committed)
-
-    def error(self, storage: Storage) -> CheckpointError:
-        """The error that every rank raises."""
-        template = _COMMITTED if self.is_committed else _UNWRITTEN
-        return CheckpointError(template.format(rank=self.rank, path=storage.path, why=self.sentence), rank=self.rank)
-
-    def clean_up(self, storage: Storage, token: str, rank: int) -> None:
-        """Remove the files that this rank has written, unless the checkpoint is complete."""
-        if not self.is_committed:
-            attempt(partial(storage.remove, f"{token}.{rank}.bin"))
-            attempt(partial(storage.remove, f"{token}.{rank}.json"))
-
-
-def refuse_together(collective: Collective, storage: Storage, problem: Exception | None, token: str) -> None:
-    """Raise on every rank if any has a problem. Costs one small all-reduce if none has. Ranks: all."""
-    if collective.reduce_boolean_decision(problem is None):
-        return
-    failures: list[Failure | None] = collective.all_gather_object(Failure.of(problem, collective.rank))
-    failure = next(each for each in failures if each is not None)
-    failure.clean_up(storage, token, collective.rank)
-    if isinstance(problem, TypeError):
-        raise problem
-    raise failure.error(storage) from problem
-
-
-_UNWRITTEN = "Rank {rank} could not write the checkpoint {path!r}: {why}. What was there before is untouched."
-_COMMITTED = "The checkpoint {path!r} is complete, but a step after that failed on rank {rank}: {why}."
+def remove_unwritten(storage: Storage, token: str, rank: int, error: CheckpointError) -> None:
+    """Remove the files that this rank has written in a save that failed by `error`, unless the checkpoint is
+    complete."""
+    if not isinstance(error, CommittedError):
+        for kind in ("bin", "json"):
+            attempt(partial(storage.remove, f"{token}.{rank}.{kind}"))

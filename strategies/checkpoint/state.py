@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard, final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.tensors import TensorShards, in_memory, mapped_module, replicated
+from fabric.strategies.checkpoint.tensors import in_memory, mapped_module, replicated, shown
+from fabric.strategies.checkpoint.values import pointer
 from fabric.strategies.tensors.dtensor import as_sharded, gathered_weight, local_part, own_part, shard_like, whole
 from fabric.strategies.tensors.gradient_placeholder import GradientPlaceholder
 from fabric.strategies.tensors.nests import map_only_tensors
@@ -45,6 +44,15 @@ def is_stateful(obj: object) -> TypeGuard[Stateful]:
         return False
     place = type(obj) if isinstance(obj, dict) else obj
     return all(callable(getattr(place, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def named_objects(state: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """All objects of a state, also those in nested dictionaries and lists, each with its JSON pointer."""
+    if isinstance(state, (dict, list, tuple)):
+        for key, entry in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from named_objects(entry, pointer(at, key))
+    else:
+        yield at, state
 
 
 class ShardedStateful(ABC):
@@ -212,6 +220,10 @@ class LoaderAccess(ABC):
     def is_loader(self, obj: object) -> bool:
         """Whether this is a data loader, prepared or not, with or without a state."""
 
+    def is_stateless(self, obj: object) -> bool:
+        """Whether this is a data loader without a state."""
+        return self.is_loader(obj) and not is_stateful(obj)
+
     @abstractmethod
     def read(self, name: str, loader: Any, *, gathered: bool) -> Any:
         """The loader's state, or `SKIPPED`; `name`: the entry in the state to save. `gathered`: see `state_of`."""
@@ -262,10 +274,7 @@ def state_of(
             raise ValueError(
                 f"`filter` has {name!r}, but the state has {', '.join(map(repr, state))}. Use one of these names."
             )
-    read = {}
-    for name, value in state.items():
-        with _left_out(value, keep.get(name), access):
-            read[name] = _read(name, value, access, loaders, gathered)
+    read = {name: _read(name, value, access, loaders, gathered) for name, value in state.items()}
     return {name: _kept(name, value, keep.get(name)) for name, value in read.items() if value is not SKIPPED}
 
 
@@ -283,7 +292,7 @@ def restore(
     Raises: KeyError: `strict`, and `content` lacks a name, except those of loaders without a state.
     """
     for name, target in state.items():
-        if _is_stateless(target, loaders):
+        if loaders.is_stateless(target):
             loaders.write(name, target, content.get(name, SKIPPED))
         elif strict or name in content:
             state[name] = _restored(name, target, content[name], strict=strict, access=access, loaders=loaders)
@@ -328,7 +337,7 @@ def _restored(name: str, target: Any, content: Any, *, strict: bool, access: Fin
     if is_stateful(target):
         load_into(target, content, strict=strict, access=access)
         return target
-    if not _holds_state(target, loaders):
+    if not any(is_stateful(each) or loaders.is_loader(each) for _, each in named_objects(target)):
         return in_memory(content)
     if isinstance(target, dict) and isinstance(content, dict):
         target.update(restore(target, content, strict=strict, access=access, loaders=loaders))
@@ -341,18 +350,6 @@ def _restored(name: str, target: Any, content: Any, *, strict: bool, access: Fin
         f"`state[{name!r}]` is a `{type(target).__name__}` of {len(target)} entries, but the checkpoint has {there} "
         "there. Load into as many objects as were saved."
     )
-
-
-def _holds_state(value: Any, loaders: LoaderAccess) -> bool:
-    if isinstance(value, dict):
-        return any(_holds_state(entry, loaders) for entry in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_holds_state(entry, loaders) for entry in value)
-    return is_stateful(value) or loaders.is_loader(value)
-
-
-def _is_stateless(value: Any, loaders: LoaderAccess) -> bool:
-    return loaders.is_loader(value) and not is_stateful(value)
 
 
 def _read(name: str, value: Any, access: FindAccess, loaders: LoaderAccess, gathered: bool) -> Any:
@@ -381,33 +378,6 @@ def _read(name: str, value: Any, access: FindAccess, loaders: LoaderAccess, gath
     return value
 
 
-@contextmanager
-def _left_out(value: Any, choose: Callable[[str, Any], bool] | None, access: FindAccess) -> Iterator[None]:
-    """Within the context `state_dict()` of a module lacks what `choose` leaves out, so that nothing of it is gathered.
-
-    Names that the state has by wrappers of the strategy stay: `_kept` leaves them out.
-    """
-    if choose is None or not isinstance(value, nn.Module):
-        yield
-        return
-    shapes = access(uncompiled(value)).shapes(uncompiled(value))
-
-    def leave_out(module: nn.Module, content: dict[str, Any], prefix: str, _: Any) -> None:
-        for name, shape in shapes.items():
-            if not prefix and shape is not None and name in content:
-                shown = content[name]
-                if type(shown) not in (Tensor, nn.Parameter) or tuple(shown.shape) != shape:
-                    shown = torch.empty(shape, dtype=shown.dtype, device="meta")
-                if not choose(name, shown):
-                    del content[name]
-
-    handle = uncompiled(value).register_state_dict_post_hook(leave_out)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def _kept(name: str, value: Any, choose: Callable[[str, Any], bool] | None) -> Any:
     if choose is None:
         return value
@@ -416,12 +386,7 @@ def _kept(name: str, value: Any, choose: Callable[[str, Any], bool] | None) -> A
             f"`filter[{name!r}]` selects entries of a mapping, but `state[{name!r}]` is a `{type(value).__name__}`. "
             "Leave it out of `filter`."
         )
-    return {key: entry for key, entry in value.items() if choose(key, _shown(entry))}
-
-
-def _shown(entry: Any) -> Any:
-    """What a filter receives: of a sharded tensor, the whole on the device "meta"."""
-    return entry.like if isinstance(entry, TensorShards) else entry
+    return {key: entry for key, entry in value.items() if choose(key, shown(entry))}
 
 
 def map_state(content: dict[str, Any], function: Callable[[Any, str, Any], Any]) -> dict[str, Any]:

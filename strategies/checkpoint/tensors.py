@@ -109,7 +109,7 @@ class Stored:
 
     def kept(self, chunk: Chunk) -> Tensor:
         """The elements of a chunk in new memory, to be kept."""
-        made = torch.empty(chunk.shape, dtype=self.dtype)
+        made = torch.empty(chunk.shape, dtype=self.dtype, device="cpu")
         self.fill(made, chunk)
         return made
 
@@ -136,6 +136,11 @@ class Stored:
         num_bytes = piece.chunk.numel * self.dtype.itemsize
         content = self._open_file(piece.file)[piece.offset_bytes : piece.offset_bytes + num_bytes]
         return content.view(self.dtype).view(piece.chunk.shape)
+
+
+def shown(entry: Any) -> Any:
+    """What a filter receives: of a tensor in shards, or in a checkpoint, the whole on the device "meta"."""
+    return entry.like if isinstance(entry, (Stored, TensorShards)) else entry
 
 
 def in_memory(content: Any, *, mapped: bool = False) -> Any:

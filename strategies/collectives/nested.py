@@ -23,8 +23,9 @@ from fabric.strategies.tensors.nests import map_by_path
 from fabric.strategies.tensors.packing import Packing, Spec, check_dense, groups, split_copies
 
 _PADDING = (
-    "If lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of the "
-    "longest; for the values of an evaluation's batches use `fabric.gather_for_metrics(values, loader)`."
+    "If lengths differ on purpose, pad each tensor to the length of the longest, "
+    "`fabric.all_reduce(torch.tensor(len(tensor)), reduce_op='max')`; for the values of an evaluation's batches use "
+    "`fabric.gather_for_metrics(values, loader)`."
 )
 
 

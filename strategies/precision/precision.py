@@ -111,23 +111,19 @@ def cast_inputs(precision: Precision, inputs: Any) -> Any:
 
 
 def cast(precision: Precision, tensor: Tensor) -> Tensor:
-    """Cast the tensor to the precision's dtype for its kind; integers and booleans are kept."""
-    if tensor.is_floating_point():
-        return tensor.to(precision.param_dtype)
-    return tensor.to(complex_dtype(precision)) if tensor.is_complex() else tensor
+    """Cast the tensor to the precision's dtype for its kind; integers and booleans are kept.
+
+    Complex numbers are complex64 under half precision: torch (2.13) has no products of complex32 on the CPU, and no
+    complex bfloat16.
+    """
+    if tensor.is_complex():
+        return tensor.to(torch.complex128 if precision.param_dtype == torch.float64 else torch.complex64)
+    return tensor.to(precision.param_dtype) if tensor.is_floating_point() else tensor
 
 
 def cast_output(precision: Precision, tensor: Tensor) -> Tensor:
     """Cast a tensor that forward returns to `precision.output_dtype`, if it is in `precision.compute_dtype`."""
     return tensor.to(precision.output_dtype) if tensor.dtype is precision.compute_dtype else tensor
-
-
-def complex_dtype(precision: Precision) -> torch.dtype:
-    """The dtype of complex numbers: complex128 for float64, else complex64.
-
-    Half precision keeps complex64: torch (2.13) has no products of complex32 on the CPU, and no complex bfloat16.
-    """
-    return torch.complex128 if precision.param_dtype == torch.float64 else torch.complex64
 
 
 @final

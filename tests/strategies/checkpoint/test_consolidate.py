@@ -40,7 +40,7 @@ def save_in_halves(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
     for rank in range(2):
         mine = {name: {key: _half(tensor, rank) for key, tensor in each.items()} for name, each in state.items()}
         write(storage, plan({**mine, "step": 3}, rank, "t"))
-    commit(storage, ["t.0.json", "t.1.json"])
+    commit(storage, "t", 2)
 
 
 def _half(tensor: Tensor, rank: int) -> TensorShards:

@@ -19,7 +19,8 @@ from worlds import run_world
 
 from fabric import Fabric
 from fabric.launchers.world import World
-from fabric.strategies.checkpoint.other_formats import CheckpointError, load, save
+from fabric.strategies.checkpoint.errors import CheckpointError
+from fabric.strategies.checkpoint.other_formats import load, save
 from fabric.strategies.checkpoint.state import restore, state_of
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.collectives.single import SingleDeviceCollective

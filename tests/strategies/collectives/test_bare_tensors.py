@@ -17,7 +17,6 @@ from fabric import Fabric
 from fabric.launchers.world import World
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, CollectiveError
-from fabric.strategies.collectives.padding import pad_across_ranks
 from fabric.strategies.collectives.process_group import TorchCollective
 
 NUMBERS: tuple[Tensor, ...] = (
@@ -65,7 +64,6 @@ def call_with_what_differs(fabric: Fabric) -> list[str]:
         "sparse on one": lambda: fabric.all_reduce(first_of(wide, wide.to_sparse())),
         "broadcast": lambda: first_of(fabric.broadcast, fabric.all_gather)(wide),
         "barrier": lambda: fabric.barrier() if rank == 0 else fabric.all_gather(wide),
-        "padded": lambda: fabric.pad_across_ranks(first_of(torch.ones(2, 3), torch.ones(2, 4))),
     }
     messages = []
     for name, call in calls.items():
@@ -92,8 +90,9 @@ def test_a_tensor_that_differs_over_ranks_raises_on_every_rank_and_shows_both() 
         "  rank 1: all_gather, at HERE\n"
         "      data: float32 (4, 3) on cpu\n"
         "No rank has a result. Make all ranks call the same operation, in the same order, on equal shapes and dtypes.\n"
-        "If lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of the "
-        "longest; for the values of an evaluation's batches use `fabric.gather_for_metrics(values, loader)`."
+        "If lengths differ on purpose, pad each tensor to the length of the longest, "
+        "`fabric.all_reduce(torch.tensor(len(tensor)), reduce_op='max')`; for the values of an evaluation's batches "
+        "use `fabric.gather_for_metrics(values, loader)`."
     )
     for name, of_first, of_second in (
         ("gathered dtypes", "data: float32 (3, 4)", "data: int32 (3, 4)"),
@@ -107,7 +106,6 @@ def test_a_tensor_that_differs_over_ranks_raises_on_every_rank_and_shows_both() 
         ("reductions", "rank 0: all_reduce with op='sum'", "rank 1: all_reduce with op='max'"),
         ("sync_grads on one", "rank 0: all_gather with sync_grads", "rank 1: all_gather, at "),
         ("sparse on one", "rank 0: all_reduce", "refused: A `Tensor` of layout torch.sparse_coo"),
-        ("padded", "data: float32 (any, 3) on cpu", "data: float32 (any, 4) on cpu"),
     ):
         assert of_first in message[name]
         assert of_second in message[name]
@@ -164,34 +162,12 @@ def test_a_number_is_a_tensor_of_its_dtype_and_shape_afterwards() -> None:
     assert run_threads(2, body) == [expected] * 2
 
 
-def pad(collective: Collective) -> Any:
-    rank = collective.rank
-    weights = torch.ones(2, rank + 1, requires_grad=True)
-    labels = torch.zeros(2 + rank, dtype=torch.int64)
-    padded = pad_across_ranks(collective, {"labels": labels, "more": [torch.ones(3 - rank, 2)]}, pad_value=-100)
-    wide = pad_across_ranks(collective, weights, dim=-1)
-    wide.sum().backward()
-    gathered = nested.all_gather(collective, padded)
-    same = pad_across_ranks(collective, labels[:2])
-    with pytest.raises(IndexError, match=r"expected to be in range of \[-1, 0\], but got 1"):
-        pad_across_ranks(collective, labels[:2], dim=1)
-    with pytest.raises(ValueError, match=r"pad_value=-1\)`: `data` is torch.uint8, which cannot represent it"):
-        pad_across_ranks(collective, torch.ones(1, dtype=torch.uint8), pad_value=-1)
-    with pytest.raises(ValueError, match=r"pad_value=0.5\)`: `data` is torch.int64, which cannot"):
-        pad_across_ranks(collective, labels, pad_value=0.5)
-    return (
-        gathered["labels"].tolist(),
-        gathered["more"][0].shape,
-        wide.shape,
-        weights.grad,
-        same.data_ptr() == labels.data_ptr(),
-    )
+def pad_to_the_longest(collective: Collective) -> Any:
+    labels = torch.zeros(2 + collective.rank, dtype=torch.int64)
+    longest = nested.all_reduce(collective, torch.tensor(len(labels)), "max")
+    padded = torch.nn.functional.pad(labels, (0, longest - len(labels)), value=-100)
+    return nested.all_gather(collective, padded).tolist()
 
 
-def test_padding_gives_every_rank_the_length_of_the_longest() -> None:
-    for rank, (labels, more, wide, gradient, is_same) in enumerate(run_threads(2, pad)):
-        assert labels == [[0, 0, -100], [0, 0, 0]]
-        assert more == (2, 3, 2)
-        assert wide == (2, 2)
-        assert gradient.tolist() == [[1.0] * (rank + 1)] * 2
-        assert is_same
+def test_tensors_whose_lengths_differ_are_gathered_once_they_are_padded_as_the_error_says() -> None:
+    assert run_threads(2, pad_to_the_longest) == [[[0, 0, -100], [0, 0, 0]]] * 2

@@ -240,9 +240,9 @@ def test_ranks_that_differ_each_get_all_calls_side_by_side() -> None:
             "      and 1 as on all ranks\n"
             "No rank has a result. Make all ranks call the same operation, in the same order, on equal shapes and "
             "dtypes.\n"
-            "If lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of "
-            "the longest; for the values of an evaluation's batches use "
-            "`fabric.gather_for_metrics(values, loader)`."
+            "If lengths differ on purpose, pad each tensor to the length of the longest, "
+            "`fabric.all_reduce(torch.tensor(len(tensor)), reduce_op='max')`; for the values of an evaluation's "
+            "batches use `fabric.gather_for_metrics(values, loader)`."
         )
         words = [
             ("data['x']: float32 (1,)", "data['x']: float64 (1,)"),
