@@ -6,11 +6,10 @@ has.
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
@@ -20,48 +19,40 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.checks.check import Check, Moments
-from fabric.checks.nonfinite import Divergence, GradientGuard, OnNonfinite
-from fabric.checks.sanitizer import Sanitize, Sanitizer, Watch
+from fabric.checks.nonfinite import GradientGuard, OnNonfinite
+from fabric.checks.sanitizer import Sanitize
 from fabric.configure.arguments import check_limits, check_loader_options, check_module, check_optimizers, check_word
-from fabric.configure.determinism import determinism
 from fabric.configure.machine import Machine
 from fabric.configure.options import DEFAULT_REPORT_AFTER_SECONDS
 from fabric.configure.request import Request
 from fabric.configure.resolve import resolve
-from fabric.launchers.environments.defaults import recording
-from fabric.launchers.process.interpreter import close_files, run_exit_functions
 from fabric.launchers.world import World
-from fabric.loop.accumulation import Accumulation, Window
-from fabric.loop.backward import NO_MODEL, LossBackward
+from fabric.loop.accumulation import Window
+from fabric.loop.backward import NO_MODEL
 from fabric.loop.gathered import gathered
 from fabric.loop.moving_average import MovingAverage
 from fabric.loop.seed import seed_everything
-from fabric.loop.setup import SetUp
-from fabric.loop.stop import StopRequest
-from fabric.loop.weighting import Weighting, average_over_ranks
+from fabric.loop.weighting import average_over_ranks
 from fabric.output.callbacks import call
 from fabric.output.logger import metric_writer, report_open_run
 from fabric.output.progress import progress
+from fabric.session import Session
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful, uncompiled
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.call_check import check_call
-from fabric.strategies.collectives.collective import Collective, CollectiveError, ReduceOp
-from fabric.strategies.collectives.flight_recorder import FlightRecorder
+from fabric.strategies.collectives.collective import Collective, ReduceOp
 from fabric.strategies.collectives.rank_zero import rank_zero_first
 from fabric.strategies.data.share import Uneven, Use
 from fabric.strategies.data.transfer import move
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.precision.precision import Precision, autocast
-from fabric.strategies.runtime import Runtime
 from fabric.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
-    from fabric.checkpoints.checkpoints import Checkpoints
     from fabric.configure.arguments import LoaderOptions
     from fabric.strategies.checkpoint.background import PendingSave
 
@@ -135,15 +126,7 @@ class Fabric:
             metric_writer(one)  # raises if it has no method that takes metrics
         self._request = request
         self._place: World | None = self._configuration.world  # set once this process is a rank, and kept after `close`
-        self._open = ExitStack()
-        self._moments = Moments()
-        self._runtime: Runtime | None = None
-        self._set_up: SetUp | None = None
-        self._backward: LossBackward | None = None
-        self._guard: GradientGuard | None = None
-        self._stop: StopRequest | None = None
-        self._opened_checkpoints: Checkpoints | None = None
-        self._progress = ""
+        self._session: Session | None = None  # between `launch` and `close`
         self.draws_apart = True
         """Whether ranks that read different data draw different random numbers, from the first batch or forward on, if
         all of them had the same generators. Read when the fabric is launched."""
@@ -153,7 +136,7 @@ class Fabric:
     @property
     def device(self) -> torch.device:
         """The device of this rank."""
-        return self._connected.device
+        return self._connected.runtime.device
 
     @property
     def world_size(self) -> int:
@@ -198,12 +181,12 @@ class Fabric:
     @property
     def device_mesh(self) -> DeviceMesh | None:
         """The device mesh; None if the strategy has none."""
-        return self._connected.mesh
+        return self._connected.runtime.mesh
 
     @property
     def collective(self) -> Collective:
         """The collectives over all ranks, for custom parallelism. `split` creates a `group` for the methods below."""
-        return self._connected.collective
+        return self._connected.runtime.collective
 
     @property
     def logger(self) -> Any:
@@ -230,7 +213,7 @@ class Fabric:
         `__cause__` is the exception of that rank. A sweep that expects it (optuna's `TrialPruned`) writes
         `except WorkerError as error: raise error.__cause__ or error`. One process raises the exception itself.
         """
-        if self._runtime is not None:
+        if self._session is not None:
             raise RuntimeError(
                 "`fabric.launch()` was called twice: this process is a rank already. Call it once, before `setup`; "
                 "after `fabric.close()` another fabric can be launched."
@@ -260,16 +243,11 @@ class Fabric:
         a last step is compared (`sanitize`).
         Raises: CheckpointError: that save failed, and this was not raised before.
         """
-        if self._runtime is not None:
+        if self._session is not None:
             try:
-                with self._open:
-                    # After an exception the other ranks may not come.
-                    if sys.exc_info()[1] is None and not hasattr(sys, "last_value"):
-                        for moment in self._moments.closing:
-                            moment()
+                self._session.close()
             finally:
-                self._runtime = self._set_up = self._backward = None
-                self._guard = self._stop = self._opened_checkpoints = None
+                self._session = None
 
     def __enter__(self) -> Fabric:
         return self
@@ -278,7 +256,7 @@ class Fabric:
         return self  # a copy of a model that refers to its fabric refers to the same one
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._runtime is not None:
+        if self._session is not None:
             raise TypeError(
                 "A launched `Fabric` cannot be pickled, as for a worker of a `DataLoader` that is not forked, or by "
                 "`torch.save(module)`: it is connected to the other ranks. Keep what the object needs instead, such as "
@@ -287,8 +265,8 @@ class Fabric:
         return vars(self)
 
     def __exit__(self, kind: object, exception: object, traceback: object) -> None:
-        if exception is not None:
-            self._moments.clear()
+        if exception is not None and self._session is not None:
+            self._session.moments.clear()
         self.close()
 
     # Preparing
@@ -332,9 +310,10 @@ class Fabric:
         """
         check_module(module)
         check_optimizers(optimizers)
-        prepared = self._objects.model(module, optimizers, move=move_to_device)
-        self._objects.schedulers += [ref(scheduler)] if is_stateful(scheduler) else []
-        self._loss_backward.models_changed()
+        session = self._connected
+        prepared = session.objects.model(module, optimizers, move=move_to_device)
+        session.objects.schedulers += [ref(scheduler)] if is_stateful(scheduler) else []
+        session.backward.models_changed()
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
 
@@ -354,8 +333,9 @@ class Fabric:
         if not optimizers:
             raise ValueError("`fabric.setup_optimizers()` was given no optimizer. Pass at least one.")
         check_optimizers(optimizers)
-        self._objects.later_optimizers(optimizers)
-        self._loss_backward.models_changed()
+        session = self._connected
+        session.objects.later_optimizers(optimizers)
+        session.backward.models_changed()
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     @overload
@@ -395,32 +375,32 @@ class Fabric:
         if not loaders:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
         check_loader_options(use, uneven)
-        runtime = replace(self._connected, layout=self._objects.layout, uneven=uneven)
+        session = self._connected
+        runtime = replace(session.runtime, layout=session.objects.layout, uneven=uneven)
         if uneven == "repeat" and use in (None, "train"):
-            self._accumulation.repeated = runtime.loader_numbers.repeated
-            self._accumulation.guard(self._objects.optimizers)
+            session.accumulation.expect_repeated(session.objects.optimizers)
         prepared = tuple(
             self.strategy.process_dataloader(
                 runtime, loader, use or "train", distribute=use_distributed_sampler, move=move_to_device
             )
             for loader in loaders
         )
-        self._objects.add_loaders(prepared, is_split=use_distributed_sampler)
+        session.objects.add_loaders(prepared, is_split=use_distributed_sampler)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def is_wrapped(self, obj: object) -> bool:
         """Whether this fabric prepared the module, optimizer or loader."""
-        return self._set_up is not None and self._set_up.holds(obj)
+        return self._session is not None and self._session.objects.holds(obj)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Context: modules are created on the device that the strategy needs, in the precision's dtype. With
         `empty_init=True` parameters are not initialised here: those that are not loaded before `setup` are initialised
         there, by `reset_parameters` of their submodules. Load a checkpoint before or after it."""
-        return self.strategy.init_module(self._connected, empty=bool(empty_init))
+        return self.strategy.init_module(self._connected.runtime, empty=bool(empty_init))
 
     def init_tensor(self) -> AbstractContextManager[None]:
         """Context: tensors are created on the device, in the precision's dtype."""
-        return new_tensors(self._connected.device, self._connected.precision)
+        return new_tensors(self.device, self.precision)
 
     def to_device(self, obj: T) -> T:
         """Move a module (in place) or nested containers of tensors to this rank's device."""
@@ -430,7 +410,7 @@ class Fabric:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision's autocast, for operations outside a prepared model's forward."""
-        return autocast(self._connected.precision, self._connected.device)
+        return autocast(self.precision, self.device)
 
     def backward(
         self,
@@ -451,9 +431,9 @@ class Fabric:
         for `weight` if several models are set up.
         Further arguments go to `Tensor.backward`. Ranks: all call it, unless within `no_backward_sync`.
         """
-        if self._backward is None:
+        if self._session is None:
             raise RuntimeError(f"`fabric.backward(loss)` {NO_MODEL}")
-        self._backward.run(loss, model, weight, args, kwargs)
+        self._session.backward.run(loss, model, weight, args, kwargs)
 
     def accumulate(self, batches: Iterable[T], num_batches: int, *models: nn.Module) -> Iterator[Window[T]]:
         """Yield windows of `num_batches` micro-batches, one optimizer step each; the last one may be shorter.
@@ -474,14 +454,13 @@ class Fabric:
         """
         if not isinstance(num_batches, int) or num_batches < 1:
             raise ValueError(f"`accumulate(loader, {num_batches})`: a window has a number of micro-batches, 1 or more.")
-        objects = self._objects
+        objects, accumulation = self._connected.objects, self._connected.accumulation
         prepared = tuple(objects.prepared(each, "accumulate") for each in models) or tuple(objects.models.values())
         if not prepared:
             raise RuntimeError(f"`fabric.accumulate(...)` {NO_MODEL}")
-        self._accumulation.guard(objects.optimizers)
-        unsynced = partial(self._accumulation.unsynced, prepared, objects.bare or None)
-        ahead = self._connected.loader_numbers.ahead
-        return self._accumulation.windows(batches, num_batches, unsynced, ahead)
+        accumulation.guard(objects.optimizers)
+        unsynced = partial(accumulation.unsynced, prepared, objects.bare or None)
+        return accumulation.windows(batches, num_batches, unsynced)
 
     def average_gradients(self, parameters: Iterable[Tensor], weight: float | Tensor | None = None) -> None:
         """Average `.grad` of the parameters over the ranks, in place, for a model that was not set up: call it between
@@ -495,10 +474,10 @@ class Fabric:
         Raises: ValueError: a parameter is sharded, or belongs to a model that was set up. RuntimeError: a gradient is
         sparse.
         """
-        given = list(parameters)
-        self._objects.refuse_averaged(given)
-        average_over_ranks(self._connected, given, weight)
-        for moment in self._moments.gradients_averaged:
+        given, session = list(parameters), self._connected
+        session.objects.refuse_averaged(given)
+        average_over_ranks(session.runtime, given, weight)
+        for moment in session.moments.gradients_averaged:
             moment(given)
 
     def ema(self, module: nn.Module, decay: float = 0.999) -> MovingAverage:
@@ -518,7 +497,7 @@ class Fabric:
         Raises: ValueError: the weights are in half precision, the decay is not in [0, 1), or the strategy does not
         support it.
         """
-        prepared = self._objects.prepared(module, "ema")
+        prepared = self._connected.objects.prepared(module, "ema")
         if "ema" in self.strategy.lacks:
             raise ValueError(self.strategy.lacks["ema"])
         return MovingAverage(prepared, decay)
@@ -547,21 +526,22 @@ class Fabric:
         Raises: RuntimeError: a copy was changed in place without `write=True`; or, on every rank, ranks have written
         other values, such as rank 0 alone.
         """
-        inner, objects = uncompiled(module), self._objects
-        model = next((each for each in objects.models.values() if each.holds(inner)), None)
-        layout = self._connected.layout if model is None else model.layout
+        inner, session = uncompiled(module), self._connected
+        model = next((each for each in session.objects.models.values() if each.holds(inner)), None)
+        layout = session.runtime.layout if model is None else model.layout
         is_alike = layout.weights != "any"
         return gathered(inner, model, self.collective, is_alike=is_alike, write=write)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Context: forward and backward of `module` do not synchronise gradients. For gradient accumulation: run the
         last micro-batch outside of it, or with `enabled=False`."""
-        prepared = self._objects.prepared(module, "no_backward_sync")
+        objects, accumulation = self._connected.objects, self._connected.accumulation
+        prepared = objects.prepared(module, "no_backward_sync")
         if not enabled:
             return nullcontext()
         if self.world_size > 1:
-            self._accumulation.guard(self._objects.optimizers)
-        return self._accumulation.unsynced([prepared], self._objects.bare or None)
+            accumulation.guard(objects.optimizers)
+        return accumulation.unsynced([prepared], objects.bare or None)
 
     def clip_gradients(
         self,
@@ -587,17 +567,17 @@ class Fabric:
         Raises: ValueError: one optimizer, not in a list, of several that step the model; an optimizer of another model.
         """
         check_limits(clip_val, max_norm)
-        prepared = self._objects.prepared(module, "clip_gradients")
-        optimizers = self._objects.clipped_together(prepared, optimizer)
+        session = self._connected
+        prepared = session.objects.prepared(module, "clip_gradients")
+        optimizers = session.objects.clipped_together(prepared, optimizer)
         if clip_val is not None:
             prepared.clip_value(optimizers, float(clip_val))
             return None
         assert max_norm is not None
-        if self._guard is None:
-            return prepared.clip_norm(optimizers, float(max_norm), float(norm_type), error_if_nonfinite)
-        norm = prepared.clip_norm(optimizers, float(max_norm), float(norm_type), False)
-        if self._connected.loss_scaler is None:  # which knows already
-            self._guard.note_norm(optimizers, norm)
+        raises = error_if_nonfinite and session.guard is None
+        norm = prepared.clip_norm(optimizers, float(max_norm), float(norm_type), raises)
+        if session.guard is not None and session.runtime.loss_scaler is None:  # which knows already
+            session.guard.note_norm(optimizers, norm)
         return norm
 
     def guard_gradients(self, on_nonfinite: OnNonfinite | None) -> None:
@@ -620,16 +600,16 @@ class Fabric:
         Ranks: all. Raises: ValueError: another word.
         """
         check_word("guard_gradients", "on_nonfinite", on_nonfinite, OnNonfinite)
-        runtime, objects = self._connected, self._objects
-        if self._guard is not None:
-            self._moments.remove(self._guard)
-            self._guard = None
-        if on_nonfinite is None:
-            return
-        is_finite, scaler_of = objects.gradients_are_finite, objects.scaler_of
-        self._guard = GradientGuard(on_nonfinite, runtime.collective, runtime.report, is_finite, scaler_of)
-        self._moments.add(self._guard)
-        self._guard.optimizers_set_up(objects.optimizers)
+        session = self._connected
+        objects = session.objects
+        if session.guard is not None:
+            session.moments.remove(session.guard)
+            session.guard = None
+        if on_nonfinite is not None:
+            is_finite, scaler_of = objects.gradients_are_finite, objects.scaler_of
+            session.guard = GradientGuard(on_nonfinite, session.runtime, is_finite, scaler_of)
+            session.moments.add(session.guard)
+            session.guard.optimizers_set_up(objects.optimizers)
 
     # Collectives
 
@@ -638,12 +618,12 @@ class Fabric:
 
         Raises: CollectiveError: other ranks made another call.
         """
-        check_call(self._connected.collective, "barrier")  # an all-reduce: no rank has it before all have come
+        check_call(self.collective, "barrier")  # an all-reduce: no rank has it before all have come
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank `src` on every rank. Tensors are sent as tensors, all else is pickled. Ranks:
         all."""
-        return self._connected.collective.broadcast_object(obj, src)  # type: ignore[no-any-return]
+        return self.collective.broadcast_object(obj, src)  # type: ignore[no-any-return]
 
     @overload
     def all_gather(
@@ -697,15 +677,6 @@ class Fabric:
         """
         return nested.all_reduce(self._ranks(group), data, reduce_op)
 
-    def _ranks(self, group: Collective | None) -> Collective:
-        """The collective of a call. Raises: TypeError: the group is something else."""
-        if group is not None and not isinstance(group, Collective):
-            raise TypeError(
-                f"`group={group!r}`: a group is what `fabric.collective.split(ranks)` returns, and None stands for all "
-                "ranks. It is the second argument: name the others, as in `fabric.all_reduce(x, reduce_op='sum')`."
-            )
-        return group or self._connected.collective
-
     def gather_for_metrics(self, values: Sequence[T], loader: Iterable[Any]) -> T:
         """Return the values of every sample of the last iteration over a prepared loader, each once, in the order in
         which one process reads them: that of the dataset, unless the loader shuffles.
@@ -726,12 +697,12 @@ class Fabric:
         """
         from fabric.loop.evaluation import gather_for_metrics
 
-        runtime = self._connected
+        runtime = self._connected.runtime
         return gather_for_metrics(runtime.collective, runtime.share, values, loader)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Context: rank zero (of each node, if `local`) runs the block before the others. If it raises, all raise."""
-        return rank_zero_first(self._connected.collective, self._world, local=local)
+        return rank_zero_first(self.collective, self._world, local=local)
 
     # Saving
 
@@ -741,8 +712,7 @@ class Fabric:
 
         With several optimizers: of the one that has stepped most.
         """
-        counters = [] if self._set_up is None else self._set_up.counters
-        return max((each.num_steps for each in counters), default=0)
+        return 0 if self._session is None else self._session.objects.num_steps
 
     def save(
         self,
@@ -770,15 +740,15 @@ class Fabric:
         Raises: CheckpointError: on every rank, if any rank could not write, or if the previous save failed and this was
         not raised before. TypeError: a value has a type that could not be read back without running code.
         """
-        return self._checkpoints.save(path, state, filter, after_commit, blocking=blocking)
+        return self._connected.checkpoints.save(path, state, filter, after_commit, blocking=blocking)
 
     def wait_for_save(self) -> None:
         """Wait for the save with `blocking=False`, if there is one. Any rank may call it, alone.
 
         Raises: CheckpointError: it failed, and this was not raised before.
         """
-        if self._opened_checkpoints is not None:
-            self._opened_checkpoints.wait()
+        if self._session is not None:
+            self._session.checkpoints.wait()
 
     def load(
         self,
@@ -803,7 +773,7 @@ class Fabric:
         Ranks: all. Raises: CheckpointError on every rank: a rank could not read, found damaged bytes, or names or
         shapes differ; the message has a table of them, and nothing was changed.
         """
-        return self._checkpoints.load(path, state, strict=strict, resume_loaders=resume_loaders)
+        return self._connected.checkpoints.load(path, state, strict=strict, resume_loaders=resume_loaders)
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
         """Load the state dict of one object: `torch.save(net.state_dict(), path)`, an index of such files, safetensors.
@@ -812,7 +782,7 @@ class Fabric:
         these; each rank reads the parts that it needs, and a name that is tied to one in the file may be missing.
         Runs no code from the files. Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read it.
         """
-        self._checkpoints.load_raw(path, obj, strict=strict)
+        self._connected.checkpoints.load_raw(path, obj, strict=strict)
 
     @overload
     def state_dict(self, model: nn.Module, optimizer: None = None, *, all_ranks: bool = False) -> dict[str, Any]: ...
@@ -831,7 +801,7 @@ class Fabric:
         the model or of the optimizer's state at a time.
         """
         objects = (model,) if optimizer is None else (model, optimizer)
-        states = self._checkpoints.state_dict(*objects, all_ranks=all_ranks)
+        states = self._connected.checkpoints.state_dict(*objects, all_ranks=all_ranks)
         return states[0] if optimizer is None else (states[0], states[1])
 
     # Stopping
@@ -842,11 +812,11 @@ class Fabric:
 
         Ranks: all read it once per step. After the first read, these signals no longer end the process.
         """
-        return self._stop_request().reached()
+        return self._connected.stop.reached()
 
     def request_stop(self) -> None:
         """Make `should_stop` True on all ranks. Any rank may call it, alone."""
-        self._stop_request().request()
+        self._connected.stop.request()
 
     # Printing and logging
 
@@ -893,145 +863,36 @@ class Fabric:
 
     @property
     def _world(self) -> World:
-        return self._place or self._connected.world
+        return self._place or self._connected.runtime.world
 
     @property
-    def _connected(self) -> Runtime:
-        if self._runtime is None:
+    def _connected(self) -> Session:
+        """The session. In a world of one, the first call that needs it makes it."""
+        if self._session is None:
             if (self._place or self._configuration.topology).size > 1:
                 raise RuntimeError(
                     "This call needs the ranks, which do not exist yet. Call `fabric.launch()` once, right after "
                     "`Fabric(...)`; with several ranks nothing can be prepared or communicated before it."
                 )
-            self._connect(self._place or World())
-        assert self._runtime is not None
-        return self._runtime
+            return self._connect(self._place or World())
+        return self._session
 
-    @property
-    def _objects(self) -> SetUp:
-        """The objects that were set up. Connects this process, as `_connected` does."""
-        assert self._connected is self._runtime
-        assert self._set_up is not None
-        return self._set_up
-
-    @property
-    def _loss_backward(self) -> LossBackward:
-        assert self._backward is not None, "connected"
-        return self._backward
-
-    def _connect(self, world: World) -> None:
-        """Connect this rank: afterwards it has a device and a collective."""
-        chosen = self._configuration
-        with ExitStack() as stack:
-            stack.enter_context(determinism(self._request.deterministic))
-            with recording(os.environ):
-                journal = FlightRecorder()
-            runtime = chosen.strategy.connect(world, chosen.accelerator, chosen.devices, chosen.precision)
-            stack.callback(runtime.collective.teardown)
-            store = runtime.collective.store()
-            if store is not None:
-                from fabric.launchers.watch.watcher import Watcher
-
-                report_after = self._request.report_after_seconds
-                stack.callback(Watcher(world, store, journal, report_after, self._progress_in_words).close)
-            runtime.collective.progress = self._progress_in_words
-            atexit.register(self._close_at_exit)
-            stack.callback(atexit.unregister, self._close_at_exit)
-            self._open = stack.pop_all()
-        self._runtime = runtime
-        runtime.apart.is_on = self.draws_apart
+    def _connect(self, world: World) -> Session:
+        """Make this process a rank: afterwards it has a device and a collective."""
+        chosen, request = self._configuration, self._request
+        self._session = session = Session(world, chosen, request, os.environ, draws_apart=self.draws_apart)
         self._place = world if world.size > 1 else None
-        self._moments, weighting = Moments(changed=self._follow_batches), Weighting(runtime)
-        self._accumulation = Accumulation()
-        self._set_up = SetUp(runtime, chosen.strategy, self._moments, self._accumulation, weighting, self._open)
-        self._backward = LossBackward(runtime, self._set_up, self._accumulation, weighting, self._moments)
-        self._open.callback(self._forget)  # before the teardown: models hold on to the process group
-        self._open.callback(self._set_up.detach)
-        self._moments.add(*self._request.checks, *self._sanitizer(runtime))
-        for moment in self._moments.connected:
-            moment(runtime)
+        session.begin()
+        return session
 
-    def _progress_in_words(self) -> str:
-        """How far the loop is, or was when the fabric was closed, for reports. Any thread calls it."""
-        if self._set_up is not None and self._set_up.counters:
-            self._progress = f"after {self.num_steps} step{'s' * (self.num_steps != 1)}"
-            if self._runtime is not None and self._runtime.layout.forward_communicates:
-                models = list(self._set_up.models.values())
-                self._progress += f" and {sum(model.path.num_calls for model in models)} forwards"
-        return self._progress
-
-    def _forget(self) -> None:
-        """Drop all references to the objects that were set up."""
-        self._progress_in_words()
-        self._moments.clear()
-        self._accumulation.release()
-        self._objects.forget()
-        self._loss_backward.models_changed()
-
-    def _close_at_exit(self) -> None:
-        try:
-            self.close()
-        except BaseException as error:
-            if isinstance(error, CollectiveError) and error.rank in error.lost:
-                return  # the other ranks were not at their end, and raise; this one has its own exit code
-            sys.excepthook(type(error), error, error.__traceback__)
-            # Python prints the exception of an exit function, but exits with code 0 (3.13).
-            atexit.unregister(self._close_at_exit)
-            run_exit_functions()
-            close_files()
-            os._exit(1)
-
-    def _sanitizer(self, runtime: Runtime) -> list[Check]:
-        """What compares the ranks. Not on devices that record a step: reading a number would end its graph there."""
-        strategy, objects = self.strategy, self._objects
-        if self._request.sanitize is False or strategy.marks_steps:
-            return []
-        divergence = Divergence(objects.steps, lambda: objects.models.values())
-        if runtime.world.size == 1:
-            return [divergence]
-        watch = Watch(
-            runtime,
-            self._request.sanitize,
-            self._moments,
-            objects.steps,
-            objects.state_access,
-            objects.unprepared,
-            divergence,
-            sees_collectives=runtime.collective.process_group is not None,
-        )
-        sanitizer = Sanitizer(
-            watch,
-            is_comparable=lambda model: model.layout.weights != "any",
-            has_whole_gradients=lambda model: model.layout.gradients == "replicas",
-        )
-        return [divergence, sanitizer]
-
-    def _follow_batches(self) -> None:
-        """Have loaders call checks only while one wants their batches."""
-        if self._runtime is not None:
-            note = self._receive if self._moments.batch_received else None
-            self._accumulation.note_batch = self._runtime.loader_numbers.note_batch = note
-
-    def _receive(self, batch: Any, source: object) -> None:
-        for moment in self._moments.batch_received:
-            moment(batch, source)
-
-    @property
-    def _checkpoints(self) -> Checkpoints:
-        """What saves and loads. Created when it is first used."""
-        if self._opened_checkpoints is None:
-            from fabric.checkpoints.checkpoints import Checkpoints
-
-            self._opened_checkpoints = Checkpoints(self._connected, self._objects, self._moments)
-            self._open.callback(self._opened_checkpoints.close)
-        return self._opened_checkpoints
-
-    def _stop_request(self) -> StopRequest:
-        if self._stop is None:
-            runtime = self._connected
-            self._stop = StopRequest(runtime.world, runtime.report)
-            self._open.callback(self._stop.close)
-        return self._stop
+    def _ranks(self, group: Collective | None) -> Collective:
+        """The collective of a call. Raises: TypeError: the group is something else."""
+        if group is not None and not isinstance(group, Collective):
+            raise TypeError(
+                f"`group={group!r}`: a group is what `fabric.collective.split(ranks)` returns, and None stands for all "
+                "ranks. It is the second argument: name the others, as in `fabric.all_reduce(x, reduce_op='sum')`."
+            )
+        return group or self._connected.runtime.collective
 
 
 def _number(name: str, value: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,13 +24,6 @@ from fabric.strategies.tensors.dtensor import local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-@final
-class Backward:
-    """Whether `Fabric.backward` runs at present: a backend whose gradients need more than autograd asks."""
-
-    is_running = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +59,6 @@ class Runtime:
     loader_numbers: LoopProgress = field(default_factory=LoopProgress)
     """Numbers loaders that are set up in the same random state, so that they are shuffled differently."""
     apart: DrawsApart = field(default_factory=DrawsApart)
-    backward: Backward = field(default_factory=Backward)
 
     def draw_apart(self) -> None:
         """Make ranks that read different data draw different random numbers from here on: see `DrawsApart`."""

@@ -75,22 +75,20 @@ class Check:
         """The check is called no more: restore what it has changed."""
 
 
-def _nothing() -> None:
-    """At the top level, for a fabric is pickled before it is launched."""
-
-
 @final
 @dataclass(slots=True)
 class Moments:
     """The checks of one fabric, by the moments that they override."""
 
-    changed: Callable[[], None] = _nothing
-    """Called when checks come or go."""
+    progress: LoopProgress
+    """Calls `batch_received`, while a check overrides it."""
+    is_in_backward: bool = False
+    """Whether `fabric.backward` runs at present."""
     num_backwards: int = 0
     """Synchronised backwards of the loop, which all ranks run alike."""
     due_at: int = sys.maxsize
     """The number of these after which `due` is called."""
-    due: Callable[[], None] = _nothing
+    due: Callable[[], None] = lambda: None
     checks: tuple[Check, ...] = ()
     connected: tuple[Callable[[Runtime], None], ...] = ()
     before_setup: tuple[Callable[[nn.Module, Sequence[Optimizer]], None], ...] = ()
@@ -120,7 +118,11 @@ class Moments:
         for name in MOMENTS:
             overriding = (each for each in checks if getattr(type(each), name) is not getattr(Check, name))
             setattr(self, name, tuple(getattr(each, name) for each in overriding))
-        self.changed()
+        self.progress.note_batch = self._receive if self.batch_received else None
+
+    def _receive(self, batch: Any, source: object) -> None:
+        for moment in self.batch_received:
+            moment(batch, source)
 
     def clear(self) -> None:
         """Call none any more."""

@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.checks.check import Check, StepCounter
 from fabric.strategies.checkpoint.state import Stateful
-from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.precision.loss_scaler import all_finite
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
@@ -47,12 +46,11 @@ class GradientGuard(Check):
     def __init__(
         self,
         on_nonfinite: OnNonfinite,
-        collective: Collective,
-        report: Callable[[str], None],
+        runtime: Runtime,
         is_finite: Callable[[Optimizer], bool],
         scaler_of: Callable[[Optimizer], Stateful | None],
     ) -> None:
-        self._action, self._collective, self._report = on_nonfinite, collective, report
+        self._action, self._runtime = on_nonfinite, runtime
         self._is_finite, self._scaler_of = is_finite, scaler_of
         self._handles: list[RemovableHandle] = []
         self._norms: dict[Optimizer, Tensor] = {}
@@ -117,12 +115,12 @@ class GradientGuard(Check):
                 f"`optimizer.step()`: {found} Weights and optimizer are as before the step. To skip such steps, write "
                 '`fabric.guard_gradients("skip")`.'
             )
-        self._report(f"Skipped a step: {found} Weights and optimizer are unchanged.")
+        self._runtime.report(f"Skipped a step: {found} Weights and optimizer are unchanged.")
         optimizer.zero_grad(set_to_none=True)
         self._skips = optimizer
 
     def _whose_loss(self) -> str:
-        bad = _bad(self._collective.all_gather_object([bool(loss.isfinite().all()) for loss in self._losses]))
+        bad = _bad(self._runtime.collective.all_gather_object([bool(loss.isfinite().all()) for loss in self._losses]))
         return f"The loss was not finite on ranks {bad}." if bad else "The losses were finite on every rank."
 
 

@@ -65,21 +65,10 @@ class WatchedSteps:
 
 @final
 class Sanitizer(Check):
-    """Tells the watch what was set up, and attaches it to the steps that are watched.
+    """Tells the watch what was set up, and attaches it to the steps that are watched."""
 
-    `is_comparable(model)`: whether all ranks set it up, and call `fabric.backward` together.
-    `has_whole_gradients(model)`: whether every rank has the averaged gradients of all of the model when its optimizer
-    steps.
-    """
-
-    def __init__(
-        self,
-        watch: Watch,
-        *,
-        is_comparable: Callable[[Prepared], bool],
-        has_whole_gradients: Callable[[Prepared], bool],
-    ) -> None:
-        self._watch, self._is_comparable, self._has_whole_gradients = watch, is_comparable, has_whole_gradients
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
 
     def connected(self, runtime: Runtime) -> None:
         if self._watch.watched.sanitize == "always":
@@ -87,8 +76,8 @@ class Sanitizer(Check):
             self._watch.compare_collectives()
 
     def model_set_up(self, model: Prepared) -> None:
-        if self._is_comparable(model):
-            self._watch.add_model(model, has_whole_gradients=self._has_whole_gradients(model))
+        if model.layout.weights != "any":
+            self._watch.add_model(model)
 
     def optimizers_set_up(self, optimizers: Mapping[Optimizer, StateAccess]) -> None:
         self._watch.add_optimizers(optimizers)
@@ -105,9 +94,11 @@ class _Model:
     prepared: Prepared
     parameters: Parameters
     """As they were set up."""
-    is_whole: bool
-    """Whether each rank has all of its gradients."""
     forward_weights: ForwardWeights
+
+    def has_gradients_of(self, optimizer: Optimizer) -> bool:
+        """Whether every rank has the averaged gradients of all its weights when this optimizer steps."""
+        return self.prepared.layout.gradients == "replicas" and self.prepared.holds(optimizer)
 
 
 @final
@@ -115,7 +106,7 @@ class Watch(Check):
     """Compares after each synchronised backward, while it is attached.
 
     `steps`: the counters of all prepared optimizers; `access_of`: the access to the state of one; `unprepared`: what is
-    known of other optimizers. `sees_collectives`: whether the strategy's collectives are those of torch.distributed.
+    known of other optimizers.
     """
 
     def __init__(
@@ -127,12 +118,9 @@ class Watch(Check):
         access_of: Callable[[Optimizer], StateAccess],
         unprepared: UnpreparedOptimizers,
         divergence: Divergence,
-        *,
-        sees_collectives: bool,
     ) -> None:
         self.watched, self._moments, self._steps, self._runtime = WatchedSteps(sanitize), moments, steps, runtime
-        self._access_of, self._sees_collectives = access_of, sees_collectives
-        self._unprepared, self._divergence = unprepared, divergence
+        self._access_of, self._unprepared, self._divergence = access_of, unprepared, divergence
         self._everyone = tuple(range(runtime.world.size))
         self._has_models, self._num_added = False, 0
         self._objects: WeakValueDictionary[int, _Model | Optimizer] = WeakValueDictionary()
@@ -167,10 +155,10 @@ class Watch(Check):
         """Digests of the states of torch's generators at the last comparison."""
         self._has_told_of_draws = False
 
-    def add_model(self, model: Prepared, *, has_whole_gradients: bool) -> None:
+    def add_model(self, model: Prepared) -> None:
         """Compare this model, too."""
         parameters = dict(model.module.named_parameters(remove_duplicate=False))
-        watched = _Model(model, parameters, has_whole_gradients, ForwardWeights(model))
+        watched = _Model(model, parameters, ForwardWeights(model))
         model.path.kept.append(watched)
         self._has_models = True
         self._add(watched)
@@ -222,7 +210,7 @@ class Watch(Check):
 
     def compare_collectives(self) -> None:
         """Compare each collective before it runs, until the watch is detached."""
-        if self._sees_collectives and not self._compares_collectives:
+        if self._runtime.collective.process_group is not None and not self._compares_collectives:
             self._compares_collectives = True
             self._attached.enter_context(compare_collectives(self._runtime.collective.progress))
 
@@ -263,7 +251,7 @@ class Watch(Check):
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before the hooks of the optimizer, which may remove gradients that other ranks own."""
-        if self._runtime.backward.is_running:
+        if self._moments.is_in_backward:
             for each in self._models():
                 if not each.prepared.layout.averages_before_hooks and each.prepared.holds(optimizer):
                     raise SanitizerError(_WITHIN.format(optimizer=type(optimizer).__name__))
@@ -275,7 +263,7 @@ class Watch(Check):
             self._compare()
             self._is_counted_here = True
         watched = self._models()
-        models = [each.prepared for each in watched if each.is_whole and each.prepared.holds(optimizer)]
+        models = [each.prepared for each in watched if each.has_gradients_of(optimizer)]
         names = names_in(models or (each.prepared for each in watched))
         among = {id(each) for each in parameters_of(optimizer)}
         if not models:

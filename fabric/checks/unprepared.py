@@ -15,13 +15,13 @@ calls of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any, final
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric.strategies.prepared import Prepared
@@ -39,7 +39,7 @@ class UnpreparedOptimizers:
         self._runtime, self._optimizers, self._models = runtime, optimizers, models
         self._replaced = WeakTensorKeyDictionary()  # the optimizer alone may keep them in memory
         self._needing: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-        self._is_attached = False
+        self._hook: RemovableHandle | None = None
         self._gradients: WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = WeakKeyDictionary()
         """Optimizers that have stepped, each with its gradients before the present backward."""
         self._trained: WeakSet[Optimizer] = WeakSet()
@@ -48,7 +48,7 @@ class UnpreparedOptimizers:
         self.averaged: set[int] = set()
         """The ids of parameters that the program averages."""
 
-    def add(self, module: nn.Module, before: Iterable[Tensor], undo: ExitStack, why_set_up: str | None) -> None:
+    def add(self, module: nn.Module, before: Iterable[Tensor], why_set_up: str | None) -> None:
         """Take in a model that was set up. `before`: its parameters as they were then.
 
         `why_set_up`: why its optimizers must be set up; None where they need not.
@@ -58,9 +58,13 @@ class UnpreparedOptimizers:
         self._replaced.update(dict.fromkeys(replaced, type(module).__name__))
         if why_set_up is not None:
             self._needing[module] = why_set_up
-        if (replaced or why_set_up is not None) and not self._is_attached:
-            self._is_attached = True
-            undo.callback(register_optimizer_step_pre_hook(self._check).remove)
+        if (replaced or why_set_up is not None) and self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._check)
+
+    def release(self) -> None:
+        """Remove the hook from the steps of all optimizers."""
+        if self._hook is not None:
+            self._hook.remove()
 
     def model_of(self, parameter: Tensor) -> str | None:
         """The model of a parameter that `setup` has replaced; None for any other."""

@@ -346,8 +346,8 @@ class Fabric:
         if self._strategy.saves_shards:
             self.core.save(path, plain, filter)
         else:
-            content = self.core._checkpoints.content(plain, filter, gathered=True)
-            other_formats.save(self.core._connected.collective, path, content)
+            content = self.core._connected.checkpoints.content(plain, filter, gathered=True)
+            other_formats.save(self.core._connected.runtime.collective, path, content)
 
     def load(
         self,

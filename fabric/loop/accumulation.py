@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.data.device_loader import DeviceLoader
-from fabric.strategies.data.loop_progress import NOT_COUNTED, End, ReadAhead, RepeatedBatches
+from fabric.strategies.data.loop_progress import NOT_COUNTED, End, LoopProgress, ReadAhead, RepeatedBatches
 from fabric.strategies.data.positions import length_of, once
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
@@ -30,7 +30,8 @@ T = TypeVar("T")
 class Accumulation:
     """The models of one fabric whose gradients are not synchronised at present, and the current window."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: LoopProgress) -> None:
+        self._progress = progress
         self.held: list[Prepared] = []
         """Models whose gradients are not synchronised, once for each open context."""
         self.kept: dict[nn.Module, _Kept] = {}
@@ -38,8 +39,6 @@ class Accumulation:
         self.repeated: RepeatedBatches | None = None
         """Set once a loader may repeat batches on ranks whose data has ended."""
         self._guarded: WeakKeyDictionary[Optimizer, Callable[[], None]] = WeakKeyDictionary()
-        self.note_batch: Callable[[Any, object], None] | None = None
-        """Called with each micro-batch that the loop receives, and this object."""
 
     @contextmanager
     def unsynced(self, models: Sequence[Prepared], bare: GradientSync | None) -> Iterator[None]:
@@ -66,10 +65,9 @@ class Accumulation:
         batches: Iterable[T],
         num_batches: int,
         unsynced: Callable[[], AbstractContextManager[None]],
-        ahead: ReadAhead,
     ) -> Iterator[Window[T]]:
-        """See `Fabric.accumulate`. `ahead`: tells loaders that a batch is read ahead."""
-        remaining, taken = _Ahead(iter(batches), self.repeated, ahead), 0
+        """See `Fabric.accumulate`. `unsynced`: the context of all micro-batches but the last."""
+        remaining, taken = _Ahead(iter(batches), self.repeated, self._progress.ahead), 0
         total = batches.num_batches_at_start if isinstance(batches, DeviceLoader) else length_of(batches)
         try:
             while remaining.has_next():
@@ -86,6 +84,11 @@ class Accumulation:
         finally:
             remaining.leave(is_complete=False)
 
+    def expect_repeated(self, optimizers: Iterable[Optimizer]) -> None:
+        """A loader may repeat batches from now on: a step of these without `fabric.backward` would count them."""
+        self.repeated = self._progress.repeated
+        self.guard(optimizers)
+
     def guard(self, optimizers: Iterable[Optimizer]) -> None:
         """Make a step of these raise RuntimeError if gradients of a window were not synchronised."""
         for optimizer in optimizers:
@@ -101,8 +104,8 @@ class Accumulation:
         self.repeated = None
 
     def _note(self, batch: Any) -> None:
-        if self.note_batch is not None:
-            self.note_batch(batch, self)
+        if self._progress.note_batch is not None:
+            self._progress.note_batch(batch, self)
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.repeated is not None and self.repeated.is_uncounted:

@@ -59,7 +59,7 @@ class LossBackward:
         for moment in moments.before_backward:
             moment(loss, is_synchronised)
         factor = progress.repeated.factor()
-        runtime.backward.is_running = True
+        moments.is_in_backward = True
         try:
             if weight is None:
                 progress.num_unweighted += 1
@@ -78,7 +78,7 @@ class LossBackward:
                 raise
             raise RuntimeError(f"Backward failed: {type(error).__name__}: {error}\n{sentence}") from error
         finally:
-            runtime.backward.is_running = False
+            moments.is_in_backward = False
         if runtime.loss_scaler is not None and is_synchronised:
             runtime.loss_scaler.finish_backward()
         if accumulation.held or accumulation.kept:

@@ -65,10 +65,8 @@ class SetUp:
         moments: Moments,
         accumulation: Accumulation,
         weighting: Weighting,
-        undo: ExitStack,
     ) -> None:
-        """`undo`: called when the fabric is closed, after `detach`."""
-        self._runtime, self._strategy, self._moments, self._undo = runtime, strategy, moments, undo
+        self._runtime, self._strategy, self._moments = runtime, strategy, moments
         self._accumulation = accumulation
         self._closure_loss = ClosureLoss(runtime.collective, weighting)
         self._numbers = count()
@@ -96,12 +94,18 @@ class SetUp:
         layouts = (self._runtime.layout, *(each.layout for each in self._living()))
         return replace(layouts[0], forward_communicates=any(each.forward_communicates for each in layouts))
 
+    @property
+    def num_steps(self) -> int:
+        """The steps of the optimizer that has stepped most."""
+        return max((each.num_steps for each in self.counters), default=0)
+
     def _living(self) -> list[Prepared]:
         return list(self._models.values())
 
     def detach(self) -> None:
         """Undo what was attached to the models and optimizers that the program has."""
         with ExitStack() as attached:  # the last first, and each of them whatever another raises
+            attached.callback(self.unprepared.release)
             for each in list(self._attached.values()):
                 attached.push(each)
 
@@ -140,7 +144,7 @@ class SetUp:
         why = None if prepared.scale_loss is not None or runtime.loss_scaler is None else _SCALED
         if runtime.world.size > 1 and (lack := strategy.lacks.get("later_optimizers")) is not None:
             why = f"each rank would step with its own gradients, which are not averaged. {lack}"
-        self.unprepared.add(uncompiled(prepared.module), before, self._undo, why)
+        self.unprepared.add(uncompiled(prepared.module), before, why)
         attached.callback(report_shards(uncompiled(prepared.module), prepared.state, runtime.report))
         self._models[next(self._numbers)] = model
         for added in self._moments.model_set_up:

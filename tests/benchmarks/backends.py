@@ -141,7 +141,7 @@ def deepspeed_engine(stage: int, **offload: Any) -> Callable[[Fabric, Size], Ste
             "zero_force_ds_cpu_optimizer": False,  # as the strategy has it: the user's own optimizer steps
             "zero_allow_untested_optimizer": True,
         }
-        with with_environment(fabric._connected.world, "cpu") as deepspeed:
+        with with_environment(fabric._connected.runtime.world, "cpu") as deepspeed:
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
         loss_of = size.loss()
 

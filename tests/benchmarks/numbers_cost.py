@@ -97,8 +97,8 @@ def numbers(ours: Fabric) -> list[Row]:
             optimizer.step()
 
     def watched(batches: Iterable[Any]) -> None:
-        watch = next(check for check in ours._moments.checks if isinstance(check, Watch))
-        watch.watched, ours._moments.due_at = WatchedSteps("always"), 0
+        watch = next(check for check in ours._connected.moments.checks if isinstance(check, Watch))
+        watch.watched, ours._connected.moments.due_at = WatchedSteps("always"), 0
         steps(batches)
         watch.watched = WatchedSteps(False)
 

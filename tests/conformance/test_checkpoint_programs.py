@@ -80,13 +80,13 @@ def two_models(fabric: Fabric, folder: str) -> None:
     train(fabric, state["critic"], state["optimizers"][1], 3)
     fabric.save(f"{folder}/two", state)
     losses = go_on(state)
-    fabric._forget()
+    fabric._connected.forget()
     state = pair(3)
     fabric.load(f"{folder}/two", state)
-    assert [fabric._objects.steps[each].num_steps for each in state["optimizers"]] == [2, 5]
+    assert [fabric._connected.objects.steps[each].num_steps for each in state["optimizers"]] == [2, 5]
     assert fabric.num_steps == 5
     assert go_on(state) == pytest.approx(losses, rel=1e-5)
-    fabric._forget()
+    fabric._connected.forget()
 
 
 def frozen_with_adapter(fabric: Fabric, folder: str) -> None:
@@ -102,13 +102,13 @@ def frozen_with_adapter(fabric: Fabric, folder: str) -> None:
     fabric.save(path, {"model": model, "optimizer": optimizer}, filter={"model": lambda name, _: "more" in name})
     assert set(read_checkpoint(path)["model"]) == {"more.weight", "more.bias"}
     expected = fabric.state_dict(model, optimizer)
-    fabric._forget()
+    fabric._connected.forget()
     model, optimizer = made(fabric, 1, frozen)
     state = {"model": model, "optimizer": optimizer}
     assert "model: embed.weight" in refused(fabric, path, state)
     fabric.load(path, state, strict=False)
     refuse_difference(fabric.state_dict(model, optimizer), expected, path)
-    fabric._forget()
+    fabric._connected.forget()
 
 
 def tied(fabric: Fabric, folder: str) -> None:
@@ -117,15 +117,15 @@ def tied(fabric: Fabric, folder: str) -> None:
     train(fabric, model, optimizer)
     fabric.save(path, {"model": model, "optimizer": optimizer})
     expected = fabric.state_dict(model, optimizer)
-    fabric._forget()
+    fabric._connected.forget()
     model, optimizer = made(fabric, 2, lambda: Net(tied=True))
     fabric.load(path, {"model": model, "optimizer": optimizer})
     refuse_difference(fabric.state_dict(model, optimizer), expected, path)
-    fabric._forget()
+    fabric._connected.forget()
     model, optimizer = made(fabric, 3, Net)
     fabric.load(path, {"model": model})
     refuse_difference(fabric.state_dict(model), expected[0], path)
-    fabric._forget()
+    fabric._connected.forget()
 
 
 def changed(fabric: Fabric, folder: str) -> None:
@@ -134,7 +134,7 @@ def changed(fabric: Fabric, folder: str) -> None:
     train(fabric, model, optimizer)
     fabric.save(path, {"model": model, "optimizer": optimizer})
     saved = fabric.state_dict(model)
-    fabric._forget()
+    fabric._connected.forget()
     model, optimizer = made(fabric, 2, lambda: Net(more=True))
     state = {"model": model, "optimizer": optimizer}
     words = refused(fabric, path, state)
@@ -146,11 +146,11 @@ def changed(fabric: Fabric, folder: str) -> None:
     fabric.load(path, {"model": model}, strict=False)
     refuse_difference(dict(fabric.state_dict(model)), dict(before) | dict(saved), path)
     train(fabric, model, optimizer)
-    fabric._forget()
+    fabric._connected.forget()
     model, optimizer = made(fabric, 3, lambda: Net(6))
     for strict in (True, False):
         assert words_of_shapes(refused(fabric, path, {"model": model}, strict=strict)) == 4
-    fabric._forget()
+    fabric._connected.forget()
 
 
 def words_of_shapes(words: str) -> int:
@@ -166,7 +166,7 @@ def impossible_places(fabric: Fabric, folder: str) -> None:
                 fabric.save(path, state, blocking=blocking).wait()
     train(fabric, model, optimizer)
     fabric.save(f"{folder}/possible", state)
-    fabric._forget()
+    fabric._connected.forget()
 
 
 def of_a_bigger_world(fabric: Fabric, folder: str) -> None:
@@ -177,7 +177,7 @@ def of_a_bigger_world(fabric: Fabric, folder: str) -> None:
     if fabric.is_global_zero:
         refuse_difference(list(found), [saved["model"], saved["optimizer"]], path)
     train(fabric, model, optimizer)
-    fabric._forget()
+    fabric._connected.forget()
 
 
 def run(fabric: Fabric, folder: str) -> None:

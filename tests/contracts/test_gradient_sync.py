@@ -86,7 +86,7 @@ def use(fabric: Fabric) -> dict[str, Any]:
     given = Net()
     optimizer = SGD(given.parameters(), lr=0.5)
     model, optimizer = fabric.setup(given, optimizer)
-    prepared = fabric._objects.models[model]
+    prepared = fabric._connected.objects.models[model]
     found: dict[str, Any] = {"class": type(prepared.sync), "weights": []}
 
     def backward(micro_batch: int) -> None:

@@ -47,7 +47,7 @@ def train(fabric: Fabric, path: str, stops: list[int], batch_size: int, num_work
         state = {"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0, "number": 0}
         if attempt:
             fabric.load(path, state)
-        fabric._objects.schedulers[:] = [weakref.ref(scheduler)]
+        fabric._connected.objects.schedulers[:] = [weakref.ref(scheduler)]
         number = state["number"]
         for epoch in range(state["epoch"], NUM_EPOCHS):
             for inputs, samples in loader:
@@ -66,9 +66,9 @@ def train(fabric: Fabric, path: str, stops: list[int], batch_size: int, num_work
             if number == stop:
                 fabric.save(path, {**state, "epoch": epoch, "number": number})
                 break
-        scaler = fabric._connected.loss_scaler
+        scaler = fabric._connected.runtime.loss_scaler
         scales.append(scaler.scale if scaler is not None else 1.0)
-        fabric._forget()
+        fabric._connected.forget()
     return fabric.collective.all_gather_object((losses, indices, scales[-1]))
 
 
@@ -109,7 +109,7 @@ def prepared(fabric: Fabric) -> dict[str, Any]:
 
 def test_generators_loss_scale_and_schedulers_are_saved_without_being_named(fabric: Fabric, tmp_path: Path) -> None:
     state = prepared(fabric)
-    scheduler, scaler = state.pop("scheduler"), fabric._connected.loss_scaler
+    scheduler, scaler = state.pop("scheduler"), fabric._connected.runtime.loss_scaler
     assert scaler is not None
     scaler.scale, scheduler.last_epoch = 4.0, 7
     fabric.save(tmp_path / "file", state)
@@ -157,7 +157,7 @@ def samples_in(loader: Any) -> list[list[int]]:
 def test_positions_of_loaders_and_the_number_of_steps_are_saved_without_being_named(
     fabric: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state, scaler = prepared(fabric), fabric._connected.loss_scaler
+    state, scaler = prepared(fabric), fabric._connected.runtime.loss_scaler
     assert scaler is not None
     scaler.scale = 1.0  # no step is skipped
     training, evaluation = loaders_of(fabric)
@@ -170,7 +170,7 @@ def test_positions_of_loaders_and_the_number_of_steps_are_saved_without_being_na
     fabric.save(tmp_path / "file", state)
     rest, following = samples_in(batches), samples_in(training)
     assert len(rest) == 3
-    fabric._forget()
+    fabric._connected.forget()
 
     torch.manual_seed(1)
     state = prepared(fabric)
@@ -237,7 +237,7 @@ def test_positions_of_other_loaders_are_not_restored_and_a_message_says_why(
     state, loaders = prepared(fabric), loaders_of(fabric)
     next(iter(loaders[0]))
     fabric.save(tmp_path / "file", state)
-    fabric._forget()
+    fabric._connected.forget()
     state = prepared(fabric)
     with caplog.at_level(logging.WARNING, "fabric"):
         fabric.load(tmp_path / "file", state)
@@ -254,7 +254,7 @@ def test_a_loader_over_longer_data_cannot_read_the_rest_of_an_epoch(fabric: Fabr
     batches = iter(loader)
     next(batches), next(batches)
     fabric.save(tmp_path / "file", state)
-    fabric._forget()
+    fabric._connected.forget()
     data: Any = range(14)
     state, loader = prepared(fabric), fabric.setup_dataloaders(DataLoader(data, 2))
     words = r"over 12 samples, and this `DataLoader` has 14.+Or pass `resume_loaders=False` to `load`: all epochs start"

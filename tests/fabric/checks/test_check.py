@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from fabric import Check, Fabric
 from fabric.checks.check import MOMENTS, Moments
 from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 
@@ -115,7 +116,7 @@ def test_what_a_check_raises_the_program_gets_and_nothing_is_left_on_its_objects
 
 
 def test_a_moment_that_no_check_overrides_costs_no_call() -> None:
-    moments = Moments()
+    moments = Moments(LoopProgress())
     moments.add(Check(), stops := Stops())
     assert [name for name in MOMENTS if getattr(moments, name)] == ["before_step"]
     moments.remove(stops)

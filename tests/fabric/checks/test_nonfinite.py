@@ -126,7 +126,7 @@ def test_a_skipped_step_changes_neither_weights_nor_momentum_and_its_gradients_a
 
 def test_an_overflow_that_the_loss_scale_made_is_left_to_the_scaler() -> None:
     fabric, model, optimizer = alone("raise", "16-mixed")
-    scaler = fabric._connected.loss_scaler
+    scaler = fabric._connected.runtime.loss_scaler
     assert scaler is not None
     for _ in range(16):
         scale = scaler.scale

@@ -223,7 +223,7 @@ def attached(fabric: Fabric, backward: Callable[[Tensor], Any] | None = None) ->
     model, optimizer = fabric.setup(*make())
     found = []
     for step in range(1, 40):
-        if any(type(check).__name__ == "Watch" for check in fabric._moments.checks):
+        if any(type(check).__name__ == "Watch" for check in fabric._connected.moments.checks):
             found.append(step)
         (backward or fabric.backward)(model(torch.full((2, 4), fabric.global_rank + 1.0)).sum())
         optimizer.step()

@@ -64,7 +64,7 @@ def measure(fabric: Fabric, folder: str) -> list[dict[str, float]]:
         "loading": peak_above(lambda: fabric.load(f"{folder}/one", state)),
         "in memory": peak_above(lambda: fabric.state_dict(model, optimizer)),
     }
-    fabric._forget()
+    fabric._connected.forget()
     model, optimizer = made(fabric)
     new = {"model": model, "optimizer": optimizer}
     peaks["loading before a step"] = peak_above(lambda: fabric.load(f"{folder}/one", new))

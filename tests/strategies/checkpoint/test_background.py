@@ -122,7 +122,7 @@ def begin_to_save(folder: Path) -> tuple[Fabric, Interrupting]:
     """A save in the background that waits for `begin`, and then interrupts the main thread."""
     fabric, storage = Fabric(accelerator=ACCELERATOR, devices=1), Interrupting(folder)
     fabric.barrier()  # it is connected
-    fabric._checkpoints._background.start(storage, {"x": torch.ones(3)})  # type: ignore[arg-type]
+    fabric._connected.checkpoints._background.start(storage, {"x": torch.ones(3)})  # type: ignore[arg-type]
     return fabric, storage
 
 

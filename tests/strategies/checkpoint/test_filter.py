@@ -26,7 +26,7 @@ def save_heads(fabric: Fabric, folder: str) -> list[object]:
 
     fabric.save(f"{folder}/one", {"model": model}, filter={"model": is_last})
     with CommDebugMode() as messages:
-        state_of({"model": model}, {"model": is_last}, fabric._objects.state_access, gathered=False)
+        state_of({"model": model}, {"model": is_last}, fabric._connected.objects.state_access, gathered=False)
     return [shown, messages.get_total_counts()]
 
 

@@ -368,7 +368,7 @@ def overflow(fabric: Fabric) -> tuple[dict[str, Tensor], int, Any]:
         optimizer.zero_grad()
         fabric.backward(loss)
         optimizer.step()
-    scaler = fabric._connected.loss_scaler
+    scaler = fabric._connected.runtime.loss_scaler
     assert scaler is not None
     counts = {int(entries["step"]) for entries in optimizer.state.values()}
     return weights(model), scaler.num_skipped, counts

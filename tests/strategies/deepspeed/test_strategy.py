@@ -548,7 +548,9 @@ def refusals(world: World) -> dict[str, str]:
             layers = {"first": nn.Linear(2, 2, False, dtype=first), "second": nn.Linear(2, 2, False, dtype=second)}
             mixed = nn.ModuleDict(layers)
             found[key] = sentence_of(lambda mixed=mixed: fabric.setup(mixed, SGD(mixed.parameters())))
-        found["foreign"] = sentence_of(lambda: fabric.strategy.setup(fabric._connected, Net(), [optimizer], True))
+        found["foreign"] = sentence_of(
+            lambda: fabric.strategy.setup(fabric._connected.runtime, Net(), [optimizer], True)
+        )
         for kind in (Adagrad, torch.optim.LBFGS, torch.optim.Adafactor, Layerwise):
             found[kind.__name__] = sentence_of(lambda kind=kind: fabric.setup(model, kind(model.parameters())))
         model, optimizer = fabric.setup(model, optimizer)
@@ -597,7 +599,7 @@ def left_out(world: World, strategy: DeepSpeedStrategy) -> list[str]:
 
 
 def whole_of(fabric: Fabric, model: nn.Module) -> dict[str, Tensor]:
-    return fabric.broadcast(dict(fabric._objects.state_access(model).read_module(model)))
+    return fabric.broadcast(dict(fabric._connected.objects.state_access(model).read_module(model)))
 
 
 @pytest.mark.slow

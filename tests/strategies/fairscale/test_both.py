@@ -365,7 +365,7 @@ def overflow_on_one_rank(fabric: Fabric) -> tuple[Weights, int]:
         norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
         assert bool(norm.isfinite()) == (step != 2)
         optimizer.step()
-    scaler = fabric._connected.loss_scaler
+    scaler = fabric._connected.runtime.loss_scaler
     assert scaler is not None
     return weights(model), scaler.num_skipped
 

@@ -76,8 +76,12 @@ def mistakes(fabric: Fabric) -> dict[str, str]:
     reported = {}
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
     reported["dtypes"] = sentence(fabric.setup, mixed)
-    reported["tied"] = sentence(FairScaleFSDPStrategy(wrap=nn.Sequential).setup, fabric._connected, Tied(), [], True)
-    reported["nothing"] = sentence(FairScaleFSDPStrategy(wrap=nn.Conv2d).setup, fabric._connected, Tied(), [], True)
+    reported["tied"] = sentence(
+        FairScaleFSDPStrategy(wrap=nn.Sequential).setup, fabric._connected.runtime, Tied(), [], True
+    )
+    reported["nothing"] = sentence(
+        FairScaleFSDPStrategy(wrap=nn.Conv2d).setup, fabric._connected.runtime, Tied(), [], True
+    )
     model = nn.Linear(3, 3)
     reported["adafactor"] = sentence(fabric.setup, model, torch.optim.Adafactor(model.parameters()))
     model = fabric.setup(nn.Linear(3, 3))

@@ -141,7 +141,7 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def whole_state(fabric: Fabric, module: nn.Module) -> Any:
     """What rank 0 would save, on every rank."""
-    return fabric.broadcast(dict(fabric._objects.state_access(module).read_module(module)))
+    return fabric.broadcast(dict(fabric._connected.objects.state_access(module).read_module(module)))
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def compile_before_and_after(fabric: Fabric) -> None:
     optimizer.step()
     plain(tokens).sum().backward()
     torch.optim.SGD(plain.parameters(), lr=0.0).step()
-    assert list(fabric._objects.state_access(before).read_module(before)) == (
+    assert list(fabric._connected.objects.state_access(before).read_module(before)) == (
         list(plain.state_dict()) if fabric.is_global_zero else []
     )
 
@@ -308,7 +308,7 @@ def overflow_on_one_rank(fabric: Fabric) -> None:
     optimizer.zero_grad()
     close(whole_state(fabric, model), before)
     assert not optimizer.state_dict()["state"]
-    scales = fabric.all_gather(torch.tensor(fabric._connected.loss_scaler.num_skipped))  # type: ignore[union-attr]
+    scales = fabric.all_gather(torch.tensor(fabric._connected.runtime.loss_scaler.num_skipped))  # type: ignore[union-attr]
     assert scales.tolist() == [1] * fabric.world_size
 
 
@@ -365,7 +365,7 @@ def make_empty(fabric: Fabric, path: str) -> None:
         RuntimeError, match=r"`WithoutReset` was made empty, and gain has no values yet. Load a checkpoint"
     ):
         model(torch.ones(1, 3, device=ACCELERATOR))
-    fabric._objects.state_access(model).write_module(model, WithoutReset().state_dict(), strict=True)
+    fabric._connected.objects.state_access(model).write_module(model, WithoutReset().state_dict(), strict=True)
     assert bool(model(torch.ones(1, 3, device=ACCELERATOR)).isfinite().all())
 
     with fabric.init_module(empty_init=True):

@@ -347,7 +347,7 @@ def keep_apart(fabric: Fabric) -> None:
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
     with pytest.raises(RuntimeError, match=r"^`own.weight` differs between the ranks, and is no DTensor: a checkpoint"):
         fabric.save("never", {"model": model})
-    assert list(fabric._objects.state_access(model.norm).read_module(model.norm)) or not fabric.is_global_zero
+    assert list(fabric._connected.objects.state_access(model.norm).read_module(model.norm)) or not fabric.is_global_zero
     kept = SGD(model.own.parameters(), lr=0.1, momentum=0.9)
     kept = fabric.setup_optimizers(kept)
     model.own.zero_grad()
@@ -368,7 +368,7 @@ def overflow_in_the_part_of_one_rank(fabric: Fabric) -> None:
     torch.manual_seed(fabric.global_rank)
     model = Apart()
     model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
-    scaler = fabric._connected.loss_scaler
+    scaler = fabric._connected.runtime.loss_scaler
     assert scaler is not None
     scale = scaler.scale
     moved = []

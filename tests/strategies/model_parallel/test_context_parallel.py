@@ -136,7 +136,7 @@ def read_in_parts(fabric: Fabric) -> tuple[list[float], Any]:
     torch.manual_seed(0)
     model = Reader()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
-    mesh = fabric._connected.mesh
+    mesh = fabric._connected.runtime.mesh
     assert mesh is not None
     num_shares = mesh["data"].size() * mesh["shard"].size()
     share = mesh["data"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
@@ -145,7 +145,7 @@ def read_in_parts(fabric: Fabric) -> tuple[list[float], Any]:
         mine, expected = tokens.chunk(num_shares)[share], targets.chunk(num_shares)[share]
         loss = step(model, optimizer, model(mine), context_slice(expected, mesh["context"]), fabric.backward)
         losses.append(fabric.all_reduce(torch.tensor(loss)).item())
-    return losses, fabric.broadcast(dict(fabric._objects.state_access(model).read_module(model)))
+    return losses, fabric.broadcast(dict(fabric._connected.objects.state_access(model).read_module(model)))
 
 
 @pytest.mark.slow

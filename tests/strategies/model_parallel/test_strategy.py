@@ -82,7 +82,7 @@ def train(fabric: Fabric, recipe: Recipe, folder: str, load: str | None = None) 
     if load is not None:
         fabric.load(load, {"model": model, "optimizer": optimizer})
     samples = TensorDataset(*(torch.cat(column) for column in zip(*batches(recipe), strict=True)))
-    mesh = fabric._connected.mesh
+    mesh = fabric._connected.runtime.mesh
     assert mesh is not None
     num_shares = mesh["data"].size() * mesh["shard"].size()
     loader = fabric.setup_dataloaders(DataLoader(samples, batch_size=BATCH_SIZE // num_shares))
@@ -231,7 +231,7 @@ def train_sequences_on_every_rank(fabric: Fabric) -> tuple[Tensor, Any]:
     torch.manual_seed(0)
     model = Sequences()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    mesh = fabric._connected.mesh
+    mesh = fabric._connected.runtime.mesh
     assert mesh is not None
     shards = mesh["shard"]
 
@@ -270,7 +270,7 @@ def test_gradients_of_norms_over_parts_of_the_sequence_are_added_up(size: int, s
 
 def whole_state(fabric: Fabric, module: nn.Module) -> Any:
     """What rank 0 would save, on every rank."""
-    return fabric.broadcast(dict(fabric._objects.state_access(module).read_module(module)))
+    return fabric.broadcast(dict(fabric._connected.objects.state_access(module).read_module(module)))
 
 
 def cut_over_data(model: Net, mesh: Any) -> None:
@@ -517,7 +517,7 @@ def contrast(mine: Tensor, everyone: Tensor, index: int) -> Tensor:
 def gather_gradients(fabric: Fabric, strategy: ModelParallelStrategy) -> dict[str, Tensor]:
     """Over the ranks of different data; over all of them it is refused where some have the same."""
     model = fabric.setup_module(made_with(0).eval())
-    mesh = fabric._connected.mesh
+    mesh = fabric._connected.runtime.mesh
     assert mesh is not None
     group = along(fabric.collective, mesh, ["data", "shard", "context"])
     mine = model(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).chunk(group.size)[group.rank])
@@ -586,7 +586,7 @@ def prepare_many_ways(fabric: Fabric) -> None:
     assert [name for name, _ in model.named_parameters()] == names
     torch.manual_seed(5)
     xs = torch.randn(5, 8, 4)
-    mesh = fabric._connected.mesh
+    mesh = fabric._connected.runtime.mesh
     assert mesh is not None
     assert mesh.mesh_dim_names == ("pipeline", "data", "shard", "context", "tensor")
     mine = xs.chunk(2, dim=1)[mesh["data"].get_local_rank()]
@@ -685,7 +685,7 @@ def inputs_of_stack() -> Tensor:
 
 def train_stack(fabric: Fabric) -> tuple[list[float], Any]:
     model, optimizer = fabric.setup(*stack(Block6))
-    mesh = fabric._connected.mesh
+    mesh = fabric._connected.runtime.mesh
     assert mesh is not None
     losses = []
     for x in inputs_of_stack():
