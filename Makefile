@@ -103,7 +103,7 @@ test-device test-device-thorough test-today:
 # What is not about the CPU runs on both, as much of it as eight minutes hold.
 ON_BOTH := $(addprefix tests/,\
     conformance/test_accelerator.py conformance/test_survey.py contracts/test_collective.py contracts/test_gradient_sync.py \
-    fabric/loop/test_accumulation.py fabric/loop/test_evaluation.py fabric/checks/test_nonfinite.py \
+    fabric/loop/test_accumulation.py fabric/loop/test_gather_for_metrics.py fabric/checks/test_nonfinite.py \
     fabric/test_loops.py strategies/ddp/test_comm_hooks.py strategies/ddp/test_strategy.py strategies/gradients/test_traps.py \
     strategies/model_parallel/test_context_parallel.py strategies/model_parallel/pipeline/test_schedule.py \
     strategies/optimizers/test_dtensor_steps.py strategies/sharding/test_resharded_roots.py \

@@ -29,7 +29,7 @@ from fabric.configure.resolve import resolve
 from fabric.launchers.world import World
 from fabric.loop.accumulation import Window
 from fabric.loop.backward import NO_MODEL
-from fabric.loop.gathered import gathered
+from fabric.loop.gather_parameters import gathered
 from fabric.loop.moving_average import MovingAverage
 from fabric.loop.seed import seed_everything
 from fabric.loop.weighting import average_over_ranks
@@ -695,7 +695,7 @@ class Fabric:
         Raises: RuntimeError: the iteration has not ended, or was left by `break`. ValueError: there is not one value
         per batch, or values of batches differ in more than lengths. CollectiveError: those of ranks do.
         """
-        from fabric.loop.evaluation import gather_for_metrics
+        from fabric.loop.gather_for_metrics import gather_for_metrics
 
         runtime = self._connected.runtime
         return gather_for_metrics(runtime.collective, runtime.share, values, loader)

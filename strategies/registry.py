@@ -10,7 +10,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from fabric.strategies.registered import Registration, Registry
+from fabric.strategies.name_registry import Registration, Registry
 
 if TYPE_CHECKING:
     from fabric.strategies.strategy import Strategy
@@ -19,6 +19,7 @@ _DDP = "ddp.strategy:DDPStrategy"
 _FSDP = "fsdp.strategy:FSDPStrategy"
 _DEEPSPEED = "deepspeed.strategy:DeepSpeedStrategy"
 _SHARDED_DDP = "fairscale.sharded_ddp:FairScaleShardedStrategy"
+_OFFLOAD = {"offload_optimizer": True}
 _TABLE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "single_device": ("single_device:SingleDeviceStrategy", "one process, one device", {}),
     "dp": ("dp:DataParallelStrategy", "one process, several devices; ddp is faster", {}),
@@ -47,20 +48,12 @@ _TABLE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "xla": ("xla.replicas:XLAStrategy", "a replica for each TPU device, gradients averaged (torch_xla)", {}),
     "xla_fsdp": ("xla.fsdp:XLAFSDPStrategy", "one program over all TPU devices of a host, in shards", {}),
     "single_xla": ("xla.single_device:SingleDeviceXLAStrategy", "one process, one TPU device", {}),
-    "deepspeed_stage_1_offload": (
-        _DEEPSPEED,
-        "stage 1, states in main memory",
-        {"stage": 1, "offload_optimizer": True},
-    ),
-    "deepspeed_stage_2_offload": (
-        _DEEPSPEED,
-        "stage 2, states in main memory",
-        {"stage": 2, "offload_optimizer": True},
-    ),
+    "deepspeed_stage_1_offload": (_DEEPSPEED, "stage 1, states in main memory", {"stage": 1, **_OFFLOAD}),
+    "deepspeed_stage_2_offload": (_DEEPSPEED, "stage 2, states in main memory", {"stage": 2, **_OFFLOAD}),
     "deepspeed_stage_3_offload": (
         _DEEPSPEED,
         "stage 3, states and weights in main memory",
-        {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+        {"stage": 3, **_OFFLOAD, "offload_parameters": True},
     ),
 }
 """By name: `module:class` within `fabric.strategies`, when to use it, and its options."""

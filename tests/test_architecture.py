@@ -35,7 +35,7 @@ PART_IMPORTS = {
     ("strategies/checkpoint/other_formats.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
     ("strategies/checkpoint/background.py", "fabric.strategies.accelerators.torch_accelerator"): "which have streams",
     ("strategies/data/transfer.py", "fabric.strategies.accelerators.torch_accelerator"): "which have streams",
-    ("strategies/accelerators/registry.py", "fabric.strategies.registered"): "one way to register names, for all",
+    ("strategies/accelerators/registry.py", "fabric.strategies.name_registry"): "one way to register names, for all",
     ("strategies/accelerators/xla.py", "fabric.launchers.environments.xla"): "PJRT's devices are what variables say",
     ("strategies/accelerators/xla.py", "fabric.launchers.xla_internals"): "the one list of torch_xla's private names",
     (

@@ -31,7 +31,7 @@ from fabric.checks.check import Check, Moments, StepCounter
 from fabric.checks.forward_weights import ForwardWeights
 from fabric.checks.nonfinite import Divergence
 from fabric.checks.training_state import Parameters, gradients_of, modes_of, names_in, options_of, weights_and_states
-from fabric.checks.unprepared import UnpreparedOptimizers
+from fabric.checks.unprepared_optimizers import UnpreparedOptimizers
 from fabric.strategies.accelerators.registry import device_rngs
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.collectives.c10d_check import compare_collectives

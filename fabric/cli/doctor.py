@@ -25,7 +25,7 @@ from fabric.configure.request import Request
 from fabric.launchers.process.os_process import num_cores
 from fabric.launchers.registry import LAUNCHERS
 from fabric.strategies.accelerators.registry import accelerators
-from fabric.strategies.registered import Registration
+from fabric.strategies.name_registry import Registration
 from fabric.strategies.registry import strategy_registrations
 
 

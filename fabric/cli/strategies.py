@@ -18,8 +18,8 @@ from fabric.configure.request import Request
 from fabric.configure.resolve import resolve
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import CAPABILITIES, Capability
+from fabric.strategies.name_registry import Registration
 from fabric.strategies.precision.precision import Precision, PrecisionWord
-from fabric.strategies.registered import Registration
 from fabric.strategies.strategy import Strategy
 
 _WORDS: tuple[PrecisionWord, ...] = get_args(PrecisionWord)

@@ -10,6 +10,8 @@ import sys
 
 import torch
 
+from fabric.strategies.accelerators.registry import accelerators
+
 
 def seed_everything(seed: int, workers: bool = True) -> int:
     """Seed Python's `random`, NumPy and torch on every device with `seed`, from 0 to 2**32 - 1, and return it.
@@ -31,8 +33,6 @@ def seed_everything(seed: int, workers: bool = True) -> int:
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
-    if "torch_xla" in sys.modules:
-        from fabric.strategies.xla.device import seed_device
-
-        seed_device()
+    for accelerator in accelerators(installed=False):
+        accelerator.seed()
     return seed

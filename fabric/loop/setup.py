@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.checks.check import Moments, StepCounter
-from fabric.checks.unprepared import UnpreparedOptimizers
+from fabric.checks.unprepared_optimizers import UnpreparedOptimizers
 from fabric.loop.accumulation import Accumulation
 from fabric.loop.weighting import ClosureLoss, Weighting
 from fabric.strategies.checkpoint.direct_state_dict import refuse_whole_states, report_shards

@@ -59,6 +59,10 @@ class Accelerator(ABC):
     def set_device(self, index: int) -> None:
         """Make device `index` the current one. Called first in a rank, before any tensor is created."""
 
+    def seed(self) -> None:  # noqa: B027  # most have nothing to add
+        """Seed the devices that this process uses with the seed of torch's CPU generator. Does nothing where
+        `torch.manual_seed` has done so."""
+
     def rng(self, device: torch.device) -> Rng:
         """The random generator of a device that is in use."""
         module = torch.get_device_module(device)

@@ -10,7 +10,7 @@ import torch
 from fabric.strategies.accelerators.accelerator import Accelerator, CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.accelerators.xla import XLAAccelerator
-from fabric.strategies.registered import Registration, Registry
+from fabric.strategies.name_registry import Registration, Registry
 from fabric.strategies.tensors.rng import Rng
 
 _ACCELERATORS: Registry[Accelerator] = Registry(

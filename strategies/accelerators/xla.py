@@ -6,6 +6,7 @@ torch_xla for a TPU only, and initialises no device: otherwise no replicas could
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import final
@@ -63,6 +64,18 @@ class XLAAccelerator(Accelerator):
         import torch_xla
 
         torch_xla.device(index)
+
+    def seed(self) -> None:
+        """Seed this rank's device. Does nothing before it is used: to seed it would initialise it, and `connect` seeds
+        it."""
+        if "torch_xla" not in sys.modules:
+            return
+        import torch_xla
+
+        from fabric.launchers.xla_internals import runtime_is_initialized
+
+        if runtime_is_initialized():
+            torch_xla.manual_seed(torch.initial_seed() % 2**63)
 
     def rng(self, device: torch.device) -> Rng:
         """The random generator of this rank's device."""

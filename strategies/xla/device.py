@@ -160,19 +160,6 @@ def _mark(*_: Any) -> None:
     torch_xla.sync()
 
 
-def seed_device() -> None:
-    """Seed this rank's device with the seed of its CPU generator: `torch.manual_seed` does not seed XLA.
-
-    Does nothing in a process that uses no device yet: seeding would initialise them, and `connect` seeds them.
-    """
-    import torch_xla
-
-    from fabric.launchers.xla_internals import runtime_is_initialized
-
-    if runtime_is_initialized():
-        torch_xla.manual_seed(torch.initial_seed() % 2**63)
-
-
 def marked_batches(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """Yield the batches on the device, with a step marked before each: a loop without optimizer has steps, too.
 

@@ -34,7 +34,6 @@ from fabric.strategies.xla.device import (
     prepare_module,
     prepare_optimizers,
     refuse_accelerator,
-    seed_device,
 )
 from fabric.strategies.xla.torch_xla_strategy import TorchXLAStrategy
 
@@ -80,7 +79,7 @@ class XLAFSDPStrategy(TorchXLAStrategy):
                 )
             xr.use_spmd()
         device = torch_xla.device()
-        seed_device()
+        accelerator.seed()
         return open_runtime(world, [device], SingleDeviceCollective(), precision, carry=_sharded_batches)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:

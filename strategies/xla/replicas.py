@@ -31,7 +31,6 @@ from fabric.strategies.xla.device import (
     prepare_module,
     prepare_optimizers,
     refuse_accelerator,
-    seed_device,
 )
 from fabric.strategies.xla.gradient_sync import UNUSED, XLAGradientSync
 from fabric.strategies.xla.torch_xla_strategy import TorchXLAStrategy
@@ -89,7 +88,7 @@ class XLAStrategy(TorchXLAStrategy):
         if world.size == 1:
             accelerator.set_device(devices[0])
         device = torch_xla.device()  # that of this replica, a process or a thread
-        seed_device()
+        accelerator.seed()
         several = XLACollective(world, timeout_seconds=self.timeout_seconds)
         collective = several if world.size > 1 else SingleDeviceCollective()
         return open_runtime(world, [device], collective, precision, carry=marked_batches)

@@ -24,7 +24,6 @@ from fabric.strategies.xla.device import (
     prepare_module,
     prepare_optimizers,
     refuse_accelerator,
-    seed_device,
 )
 from fabric.strategies.xla.torch_xla_strategy import TorchXLAStrategy
 
@@ -46,7 +45,7 @@ class SingleDeviceXLAStrategy(TorchXLAStrategy):
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
         accelerator.set_device(devices[0])
-        seed_device()
+        accelerator.seed()
         return open_runtime(
             world, [accelerator.device(devices[0])], SingleDeviceCollective(), precision, carry=marked_batches
         )

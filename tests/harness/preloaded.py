@@ -20,7 +20,7 @@ from devices import ACCELERATOR
 import fabric.checkpoints.checkpoints
 import fabric.launchers.choose
 import fabric.launchers.watch.watcher
-import fabric.loop.evaluation
+import fabric.loop.gather_for_metrics
 import fabric.strategies.data.loaders
 import fabric.strategies.ddp.strategy
 import fabric.strategies.fsdp.strategy

@@ -14,7 +14,7 @@ from shares import share_out
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from fabric import Fabric
-from fabric.loop.evaluation import gather_for_metrics
+from fabric.loop.gather_for_metrics import gather_for_metrics
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.data.device_loader import DeviceLoader, Reading
 from fabric.strategies.data.share import Share

@@ -1,8 +1,8 @@
 """Names that the user passes as arguments, and the factories of the objects with these names.
 
-Note [What is registered]: a `Registry` is module state. A registered name must be found by every `Fabric` that the
-process creates later; Python's registry of codecs works in the same way. Names are only added, and never change their
-meaning. Entry points are read when a name is unknown, or when all are listed: scanning all installed distributions
+Note [Registered names]: a `Registry` is module state, because every `Fabric` that the process creates later finds the
+names in it; Python's registry of codecs works in the same way. Names are only added, and never change their meaning.
+Entry points are read when a name is unknown, or when all are listed: scanning all installed distributions
 takes tens of milliseconds, which a program with `accelerator="cuda"` does not pay.
 """
 
@@ -48,7 +48,7 @@ class Registry(Generic[T]):
         return {**self._known, **{each.name: each for each in found if each.name not in self._known}}
 
     def make(self, name: str) -> T:
-        """What a name stands for. Raises: ValueError: it is unknown; the message has similar names and all names."""
+        """Create the object of a name. Raises: ValueError: it is unknown; the message has similar names and all names."""
         registration = self._known.get(name) or self.all().get(name)
         if registration is None:
             near = "".join(f"Did you mean {match!r}? " for match in get_close_matches(name, self.all(), n=1))
