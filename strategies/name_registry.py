@@ -48,7 +48,7 @@ class Registry(Generic[T]):
         return {**self._known, **{each.name: each for each in found if each.name not in self._known}}
 
     def make(self, name: str) -> T:
-        """Create the object of a name. Raises: ValueError: it is unknown; the message has similar names and all names."""
+        """Create the object of a name. Raises: ValueError: the name is unknown."""
         registration = self._known.get(name) or self.all().get(name)
         if registration is None:
             near = "".join(f"Did you mean {match!r}? " for match in get_close_matches(name, self.all(), n=1))

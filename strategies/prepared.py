@@ -22,13 +22,12 @@ from fabric.strategies.module.forward import ForwardPath
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedWeights:
-    """The weights that an engine trains, such as flat parameters that it makes from the model's; None: the model's
-    own."""
+    """The weights that an engine trains instead of the model's parameters, such as flat copies of them."""
 
     shards: Callable[[], list[Tensor]]
-    """Those of this rank, to be read and written, with what the program has changed in the model's."""
+    """The trained weights of this rank, to be read and written; they include the program's changes of the model."""
     written: Callable[[], None]
-    """Make the model's weights from them. Ranks: all call it."""
+    """Update the model's weights from the trained weights. Ranks: all call it."""
 
 
 @final
@@ -67,12 +66,12 @@ class Prepared:
     loss_scale: Stateful | None = None
     """The loss scale, if an engine has one instead of the runtime."""
     layout: Layout
-    """How it lies over the ranks."""
+    """How the model lies over the ranks."""
     state: StateAccess = PLAIN
     """How the full state of the model, and of optimizers of its parameters, is saved and loaded."""
 
     trained: TrainedWeights | None = None
-    """The weights that an engine trains; None: the parameters that `sync` holds."""
+    """The weights that an engine trains; None: the model's parameters."""
 
     def holds(self, obj: nn.Module | Optimizer) -> bool:
         """Whether `obj` is this model, a module within or around it, or an optimizer of its present parameters."""

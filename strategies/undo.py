@@ -1,5 +1,5 @@
-"""Functions that undo something: several combined into one, and for attributes of an instance; and hooks that end with
-what they are for."""
+"""Functions that undo something, combined into one; attributes that are restored; and hooks that do not outlive their
+parameter."""
 
 from __future__ import annotations
 

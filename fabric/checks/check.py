@@ -1,6 +1,7 @@
 """`Check`: the role of everything that watches a training loop, and the moments at which it is called.
 
-A check overrides the moments that it needs. `Moments` looks once which those are, so that the others cost no call.
+A check overrides the moments that it needs. `Moments` collects the overridden methods once: a moment that no check
+overrides costs no call.
 Arithmetic (weights, loss scaling, gradient synchronisation) is no check.
 """
 
@@ -72,7 +73,7 @@ class Check:
         """`fabric.close` was called, and no exception has ended the loop."""
 
     def removed(self) -> None:
-        """The check is called no more: restore what it has changed."""
+        """The check was removed: restore what it has changed."""
 
 
 @final
@@ -87,7 +88,7 @@ class Moments:
     num_backwards: int = 0
     """Synchronised backwards of the loop, which all ranks run alike."""
     due_at: int = sys.maxsize
-    """The number of these after which `due` is called."""
+    """The number of synchronised backwards after which `due` is called."""
     due: Callable[[], None] = lambda: None
     checks: tuple[Check, ...] = ()
     connected: tuple[Callable[[Runtime], None], ...] = ()
@@ -105,11 +106,11 @@ class Moments:
     closing: tuple[Callable[[], None], ...] = ()
 
     def add(self, *checks: Check) -> None:
-        """Call these from now on, after those that are there."""
+        """Call these checks from now on, after the present ones."""
         self._collect((*self.checks, *checks))
 
     def remove(self, check: Check) -> None:
-        """Call this one no more."""
+        """Stop calling this check."""
         self._collect(tuple(each for each in self.checks if each is not check))
         check.removed()
 
@@ -125,7 +126,7 @@ class Moments:
             moment(batch, source)
 
     def clear(self) -> None:
-        """Call none any more."""
+        """Stop calling all checks."""
         checks = self.checks
         self._collect(())
         for check in checks:

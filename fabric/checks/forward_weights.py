@@ -1,4 +1,4 @@
-"""Whether forward of a sharded model reads the weights that its parameters have, in the steps that are watched.
+"""Checks, in watched steps, that forward of a sharded model computes with the values of its parameters.
 
 The parameters of each unit are gathered before its forward, and these copies are freed after it. So values that forward
 changes are lost, hooks of DTensors do not run, and parameters that were replaced, by an assignment or for the time of a
@@ -33,13 +33,13 @@ class ForwardWeights:
         self._hooks: list[RemovableHandle] = []
 
     def attach(self) -> None:
-        """Compare in each forward from the next one on. Nothing to do for a model without shards."""
+        """Compare in each forward from the next one on. Does nothing for a model without shards."""
         if self._units and not self._hooks:
             self._hooks = [each.register_forward_hook(Hook(self._compare), prepend=True) for each in self._units]
             self._hooks.append(self._model.register_forward_pre_hook(Hook(self._note), prepend=True))
 
     def remove(self) -> None:
-        """Compare no longer."""
+        """Stop comparing."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -64,7 +64,7 @@ class ForwardWeights:
 
 
 _DIFFERS = (
-    "Forward of `{model}` ended with values of `{name}` that its parameter does not have. A sharded model computes "
+    "Forward of `{model}` ended with values of `{name}` that differ from its parameter. A sharded model computes "
     "with gathered copies: what `forward` changes in them is lost, and a parameter that was replaced, also by "
     "`torch.func.functional_call`, is not read. For weights that are taken from the first batch, run one forward "
     "before `fabric.setup`; change others between steps, within `fabric.gathered(model, write=True)`; or pass "

@@ -8,7 +8,7 @@ without either they all-reduce one flag. Only a step that is not finite costs mo
 Under float16 a gradient may overflow because the loss scale is high. The scaler then skips the step and lowers the
 scale, and the guard does nothing. At a scale of 1 or less the gradients themselves overflow.
 
-Without a guard, `Divergence` says that a step was taken with a loss that is not finite.
+Without a guard, `Divergence` reports a step with a loss that is not finite.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class NonFiniteGradientsError(RuntimeError):
 class GradientGuard(Check):
     """The guard that `fabric.guard_gradients` installs.
 
-    `is_finite`: whether all gradients of an optimizer are finite on all ranks, which all call it. `scaler_of`: what
-    scales its losses.
+    `is_finite`: whether all gradients of an optimizer are finite on all ranks; all ranks call it. `scaler_of`: the loss
+    scaler of an optimizer's gradients.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class GradientGuard(Check):
 
 @final
 class Divergence(Check):
-    """Says that the loss was not finite in a watched step, once, and in `close` that weights are not.
+    """Reports, once, that the loss was not finite in a watched step, and in `close` that weights are not finite.
 
-    A step that is not watched is not looked at: what it leaves in the weights shows in the next one that is, and in
-    `close`, where each rank reads its own weights, and sends nothing. Steps that were skipped are no news.
-    `steps`: the counters of all prepared optimizers; `models`: all that are set up.
+    Steps between watched ones are not checked: weights that they made non-finite show in the next watched step, and in
+    `close`, where each rank reads its own weights without communication. A skipped step is not reported.
+    `steps`: the counters of all prepared optimizers; `models`: all models that are set up.
     """
 
     def __init__(self, steps: Mapping[Optimizer, StepCounter], models: Callable[[], Iterable[Prepared]]) -> None:
@@ -142,7 +142,7 @@ class Divergence(Check):
         self._runtime = runtime
 
     def watch(self, loss: float, num_nonfinite: int) -> None:
-        """Take in the loss of a watched step, and on how many ranks it is not finite. Ranks: all."""
+        """Note the loss of a watched step, and the number of ranks where it is not finite. Ranks: all."""
         self.where = ""
         if num_nonfinite and not self._first:
             self.where = _bad(self._runtime.collective.all_gather_object([math.isfinite(loss)]))
@@ -165,7 +165,7 @@ class Divergence(Check):
 
 
 def _bad(of_ranks: Iterable[Iterable[bool]]) -> str:
-    """The ranks that have a loss that is not finite."""
+    """The ranks with a loss that is not finite."""
     return ", ".join(str(rank) for rank, are_finite in enumerate(of_ranks) if not all(are_finite))
 
 

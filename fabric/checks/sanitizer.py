@@ -5,12 +5,13 @@
     Fabric(sanitize=100)       those of "start", and every hundredth
     Fabric(sanitize=False)     none
 
-Steps are counted by their synchronised backward, which all ranks run, also one that leaves a step of its optimizer out;
-from 1 again where an optimizer is set up. A watch is attached from the end of the backward before a watched step to the
-end of the next one, and compares after each backward: one all-reduce of eight numbers (`agreement.py`). What ranks have
-is gathered only to write the error. In other steps nothing is attached: `fabric.backward` compares two integers.
+A step is counted by its synchronised backward, which every rank runs, even a rank that skips the optimizer's step. The
+count starts at 1 again when an optimizer is set up. A watch is attached from the end of the backward before a watched
+step to the end of the next one, and compares after each backward: one all-reduce of eight numbers (`agreement.py`).
+Values are gathered only to write the error. In other steps nothing is attached: `fabric.backward` compares two
+integers.
 
-Knows what was set up, and no strategy: which ranks hold the same part of a tensor, the strategy's `StateAccess` knows.
+Knows no strategy: `Layout` and `StateAccess` tell which ranks hold the same part of a tensor.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ class WatchedSteps:
         return is_start or (self.sanitize != "start" and number % self.sanitize == 0)
 
     def after(self, number: int) -> int:
-        """The first that comes after this one."""
+        """The first watched step after this one."""
         return next((each for each in range(number + 1, 2 * number + 5) if each in self), sys.maxsize)
 
 
 @final
 class Sanitizer(Check):
-    """Tells the watch what was set up, and attaches it to the steps that are watched."""
+    """Tells the watch which objects were set up, and starts it. Always called; the watch is called in watched steps."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -134,13 +135,13 @@ class Watch(Check):
         self._first = 0
         """Synchronised backwards before the step that counts as 1."""
         self._stepped: dict[Optimizer, int] = {}
-        """Optimizers that have stepped since the last comparison, and how many steps each has taken. They, and with
-        them their models, live until they are compared: the program may have let go of them before `fabric.close()`."""
+        """The number of steps of each optimizer that has stepped since the last comparison. This keeps the optimizers
+        and their models alive until the comparison, also if the program drops them before `fabric.close()`."""
         self._held: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
-        """The ids of the parameters with which an optimizer was set up. Those of no model, added later, may not be
-        averaged."""
+        """The ids of the parameters with which an optimizer was set up. Parameters that are added later, and are in no
+        model, may not be averaged."""
         self._known: WeakSet[Optimizer] = WeakSet()
-        """Optimizers that were there at an earlier comparison, and so may have states."""
+        """Optimizers of an earlier comparison, which may have states."""
         self._noted: dict[Fact, Value] = {}
         """Gradients before a step since the last comparison."""
         self._equal_after = ""
@@ -150,13 +151,13 @@ class Watch(Check):
         self._batches = ""
         """A digest of the batches since the last backward."""
         self._equal_data: set[str] | None = set()
-        """What was the same on all ranks, of batches or losses. None: once something was not."""
+        """The batches or losses that were the same on all ranks. None: some differed."""
         self._generators: list[str] = []
         """Digests of the states of torch's generators at the last comparison."""
         self._has_told_of_draws = False
 
     def add_model(self, model: Prepared) -> None:
-        """Compare this model, too."""
+        """Compare this model from now on."""
         parameters = dict(model.module.named_parameters(remove_duplicate=False))
         watched = _Model(model, parameters, ForwardWeights(model))
         model.path.kept.append(watched)
@@ -164,7 +165,7 @@ class Watch(Check):
         self._add(watched)
 
     def add_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Compare their options and states, too, and count steps from here."""
+        """Compare the options and states of these optimizers from now on, and count steps from 1."""
         for optimizer in optimizers:
             self._held[optimizer] = set(map(id, parameters_of(optimizer)))
             self._add(optimizer)
@@ -181,7 +182,7 @@ class Watch(Check):
         return [each for each in self._objects.values() if isinstance(each, _Model)]
 
     def _forget_gone(self) -> None:
-        """Compare no more what a rank has let go of: others may not have noticed yet. Ranks: all."""
+        """Compare only the objects that exist on all ranks: garbage is collected at different times. Ranks: all."""
         of_ranks = self._runtime.collective.all_gather_object(set(self._objects))
         self._compared.intersection_update(*of_ranks)
 
@@ -293,7 +294,7 @@ class Watch(Check):
         return found
 
     def _facts(self, noted: Mapping[Fact, Value], *, with_modes: bool) -> tuple[dict[Fact, Value], bool]:
-        """What this rank has of all that is compared, and whether some of it is gone here."""
+        """The facts of this rank, and whether an object that is compared no longer exists on it."""
         compared = {number: each for number, each in self._objects.items() if number in self._compared}
         models = [each for each in compared.values() if isinstance(each, _Model)]
         optimizers = [each for each in compared.values() if isinstance(each, Optimizer)]
@@ -312,14 +313,14 @@ class Watch(Check):
         return facts, len(compared) < len(self._compared)
 
     def _drawn(self) -> str:
-        """The states of torch's generators that have changed since the last comparison; if none has, this rank."""
+        """The states of torch's generators that have changed since the last comparison; this rank if none has."""
         rngs = [torch_rng(), *device_rngs(self._runtime.devices)]
         before, self._generators = self._generators, [digest(rng.read()).hex() for rng in rngs]
         drawn = [now for now, then in zip(self._generators, before, strict=False) if now != then]
         return "".join(drawn) or str(self._runtime.world.rank)
 
     def _judge(self, is_same_data: bool, is_same_draw: bool, data: str) -> None:
-        """Report ranks that should read different data, or draw other numbers for it, and do not."""
+        """Report, once, that ranks read the same data, or draw the same random numbers for different data."""
         if self.reads_same_data:
             return
         if is_same_draw and not is_same_data and not self._has_told_of_draws:

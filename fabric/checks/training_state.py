@@ -1,6 +1,6 @@
 """The training state that ranks should have in common, with digests: hyperparameters, gradients, weights, states.
 
-A checkpoint knows of each tensor which part a rank holds, and which ranks hold the same: `StateAccess` tells.
+`StateAccess` tells which part of each tensor a rank holds, and which ranks hold the same part.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def gradients_of(
 ) -> dict[Fact, Value]:
     """The gradients with which an optimizer is about to step, where all ranks have them whole.
 
-    `names`: by the ids of parameters. `among`: the ids of those to look at.
+    `names`: of parameters, by their ids. `among`: the ids of the parameters to compare.
     """
     parameters = [each for each in enumerate(parameters_of(optimizer)) if id(each[1]) in among]
     digests = iter(numbers_of(each.grad for _, each in parameters if each.grad is not None))
@@ -75,9 +75,10 @@ def gradients_of(
 def weights_and_states(
     models: Sequence[tuple[Prepared, Parameters]], access: Mapping[Optimizer, StateAccess], runtime: Runtime
 ) -> dict[Fact, Value]:
-    """What this rank holds of parameters and optimizer states that other ranks hold, too. Ranks: all.
+    """The parts of parameters and optimizer states that this rank holds together with others. Ranks: all.
 
-    `models`: each with its parameters as they were set up. Those added later may differ until they are trained.
+    `models`: each with the parameters that were set up. Parameters that are added later may differ until they are
+    trained.
     """
     parts: dict[Fact, Tensor] = {}
     for kind, name, held in _held(models, access, runtime):

@@ -1,15 +1,14 @@
-"""Optimizers that were never set up, of models that were or were not: what they train, on each rank.
+"""Optimizers that were not passed to `setup`: what is wrong with their steps, as an error or a message.
 
-Some strategies replace a model's parameters (by shards), and an optimizer made before `setup` goes on holding the old
-ones: its steps move nothing that the model uses. Others (DeepSpeed, ddp_sharded) reduce gradients for optimizers that
-they know, and no others, and a loss scaler divides the gradients of those alone. Torch calls a hook before each step of
-any optimizer; it is registered only where one of these is so, and costs a look-up for each step of an optimizer that
-was set up.
+Some strategies replace a model's parameters by shards, and an optimizer from before `setup` still holds the old
+parameters: its steps train nothing. Others (DeepSpeed, ddp_sharded) reduce gradients only for the optimizers that were
+set up, and a loss scaler unscales only their gradients. In these cases a hook that torch calls before each step of any
+optimizer raises; it costs a look-up for each step of an optimizer that was set up.
 
-`fabric.backward(loss)` of a generator and a discriminator computes the gradients of both, and averages those of the
-models that were set up. So, in watched steps, a message is logged, once, for an optimizer that was not set up and steps
-with gradients of `fabric.backward`. It is no error: ranks may train a part of their own, and a program may average by
-calls of its own.
+`fabric.backward(loss)` of a generator and a discriminator computes the gradients of both, and averages only those of
+the models that were set up. So, in watched steps, a message is logged, once, for an optimizer that was not set up and
+steps with gradients of `fabric.backward`. It is no error: a program may train a part of the model on each rank alone,
+or average its gradients itself.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from fabric.strategies.tensors.parameters import parameters_of
 
 @final
 class UnpreparedOptimizers:
-    """What one fabric knows of them. `optimizers` and `models`: those that were set up."""
+    """The unprepared optimizers of one program. `optimizers` and `models`: those that were set up."""
 
     def __init__(
         self, runtime: Runtime, optimizers: Mapping[Optimizer, Any], models: Callable[[], Iterable[Prepared]]
@@ -43,15 +42,15 @@ class UnpreparedOptimizers:
         self._gradients: WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = WeakKeyDictionary()
         """Optimizers that have stepped, each with its gradients before the present backward."""
         self._trained: WeakSet[Optimizer] = WeakSet()
-        """Those that have got gradients from `fabric.backward`."""
+        """Optimizers whose gradients `fabric.backward` has changed."""
         self._reported: WeakSet[Optimizer] = WeakSet()
         self.averaged: set[int] = set()
         """The ids of parameters that the program averages."""
 
     def add(self, module: nn.Module, before: Iterable[Tensor], why_set_up: str | None) -> None:
-        """Take in a model that was set up. `before`: its parameters as they were then.
+        """Add a model that was set up. `before`: its parameters before that.
 
-        `why_set_up`: why its optimizers must be set up; None where they need not.
+        `why_set_up`: the reason why its optimizers must be set up, if they must.
         """
         now = {id(parameter) for parameter in module.parameters()}
         replaced = [parameter for parameter in before if id(parameter) not in now]
@@ -87,7 +86,7 @@ class UnpreparedOptimizers:
                 raise RuntimeError(_UNKNOWN.format(type(optimizer).__name__, type(module).__name__, why))
 
     def _own(self, optimizer: Optimizer) -> set[int]:
-        """The ids of its parameters that no optimizer which was set up holds, too: SAM steps one of its own."""
+        """The ids of its parameters that no prepared optimizer holds: SAM, for example, contains an optimizer."""
         held = {id(each) for known in self._optimizers for each in parameters_of(known)}
         return {id(each) for each in parameters_of(optimizer)} - held
 

@@ -90,7 +90,7 @@ class Accumulation:
         self.guard(optimizers)
 
     def guard(self, optimizers: Iterable[Optimizer]) -> None:
-        """Make a step of these raise RuntimeError if gradients of a window were not synchronised."""
+        """Make a step of these optimizers raise RuntimeError if gradients of a window were not synchronised."""
         for optimizer in optimizers:
             if optimizer not in self._guarded:
                 self._guarded[optimizer] = optimizer.register_step_pre_hook(self._check).remove
@@ -129,7 +129,7 @@ class _Kept:
         }
 
     def is_as_left(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether some gradient is as that backward left it: the program has not written all of them."""
+        """Whether a gradient is as that backward left it, because the program has not written all of them."""
         grads = [grad for each in parameters if (grad := each.grad) is not None]
         return any(self._versions.get(id(grad)) == grad._version for grad in grads)
 
@@ -217,7 +217,7 @@ class _Ahead(Iterator[T]):
         return self._held.pop()
 
     def leave(self, *, is_complete: bool) -> None:
-        """The loop has asked for another item after the last (`is_complete`), or was left before. Once."""
+        """Called once, when the loop has asked for another item after the last (`is_complete`), or was left before."""
         for end in self._ends:
             end(is_complete)
         self._ends.clear()

@@ -1,8 +1,8 @@
 """Gather the values of an evaluation from all ranks: each sample once, in the order in which one process reads them.
 
-They are gathered once, after the loop: ranks may have different numbers of batches, or none, and none waits for
-another in the loop. The prepared loader knows which batches were repeated to give ranks equal numbers, and which were
-read by several ranks.
+Values are gathered once, after the loop: ranks may have different numbers of batches, or none, and no rank waits for
+another within the loop. The prepared loader knows which batches were repeated to give ranks equal numbers, and which
+were read by several ranks.
 """
 
 from __future__ import annotations

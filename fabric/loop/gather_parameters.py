@@ -22,8 +22,8 @@ def gathered(
 ) -> Iterator[None]:
     """See `Fabric.gathered`. Ranks: all, with the same module.
 
-    `prepared`: the model that has the module; None: none has. `is_alike`: whether all ranks hold the same plain
-    parameters, so that what is written into them is compared, too.
+    `prepared`: the model that contains the module, if one does. `is_alike`: whether all ranks hold the same plain
+    parameters, so that values that are written into them are compared, too.
     """
     names = {"model": type(module).__name__}
     if write and prepared is not None:

@@ -63,7 +63,7 @@ class MovingAverage(ShardedStateful):
 
         For evaluation, and to save the averaged model. Copies the weights, without communication (under DeepSpeed the
         model's weights are all-gathered, as after a step). Ranks: all call it.
-        What changes them there is lost.
+        Changes of the weights within the context are lost.
 
         Raises: RuntimeError: in a step of these weights within the context.
         """

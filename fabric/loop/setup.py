@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 @final
 @dataclass(eq=False)
 class _OfOptimizer:
-    """What an optimizer keeps alive."""
+    """The objects that an optimizer keeps alive."""
 
     access: StateAccess
     models: Sequence[Prepared]
-    """Those of its parameters: between a forward and its backward the program may have the optimizer alone."""
+    """The models of its parameters: between a forward and its backward the program may keep the optimizer alone."""
     attached: ExitStack
     """Undoes what was attached to it, and to those that were set up with it."""
 
@@ -76,9 +76,9 @@ class SetUp:
         self.loaders: list[ref[DeviceLoader]] = []
         self.steps: WeakKeyDictionary[Optimizer, StepCounter] = WeakKeyDictionary()
         self.counters: list[StepCounter] = []
-        """Those of all optimizers, also of those that are gone: ranks let go of them at different times."""
+        """The counters of all optimizers, including those that no longer exist: ranks drop them at different times."""
         self._attached: WeakValueDictionary[int, ExitStack] = WeakValueDictionary()
-        """Undoes what was attached to a model or an optimizer, which keeps it."""
+        """Undoes what was attached to a model or an optimizer, which keeps it alive."""
         self.bare = BareParameters(runtime)
         """Parameters that are in no module."""
         self.unprepared = UnpreparedOptimizers(runtime, self.optimizers, self._living)
@@ -90,7 +90,7 @@ class SetUp:
 
     @property
     def layout(self) -> Layout:
-        """That of the strategy; `forward_communicates` also if that of a model does."""
+        """The strategy's layout; a model's forward may communicate, too, where the user's function decides."""
         layouts = (self._runtime.layout, *(each.layout for each in self._living()))
         return replace(layouts[0], forward_communicates=any(each.forward_communicates for each in layouts))
 
@@ -164,7 +164,7 @@ class SetUp:
         self._add(access, bare, [each for each in models if any(map(each.holds, optimizers))], undo)
 
     def add_loaders(self, loaders: Sequence[Iterable[Any]], *, is_split: bool) -> None:
-        """Take in loaders that the strategy has prepared. `is_split`: whether each rank reads a share of them."""
+        """Add loaders that the strategy has prepared. `is_split`: whether each rank reads a share of them."""
         from fabric.strategies.data.device_loader import DeviceLoader  # which was imported, if there are loaders
 
         self.loaders += [ref(each) for each in loaders if isinstance(each, DeviceLoader)]
@@ -173,7 +173,7 @@ class SetUp:
                 moment(each, is_split)
 
     def refuse_averaged(self, parameters: Sequence[Tensor]) -> None:
-        """Raise ValueError if `fabric.backward` averages the gradients of some of these."""
+        """Raise ValueError if `fabric.backward` averages the gradients of one of these parameters."""
         for model in self.models.values():
             known = {*model.module.parameters(), *model.sync.parameters_held()}
             if any(parameter in known for parameter in parameters):
@@ -242,7 +242,7 @@ class SetUp:
         return gradients_are_finite(optimizer, scaler=runtime.loss_scaler, any_rank=runtime.any_rank)
 
     def scaler_of(self, optimizer: Optimizer) -> Stateful | None:
-        """What scales the losses whose gradients an optimizer steps with."""
+        """The loss scaler of the gradients with which an optimizer steps."""
         model = self._model_of(optimizer)
         return self._runtime.loss_scaler if model is None or model.scale_loss is None else model.loss_scale
 
@@ -260,7 +260,7 @@ class SetUp:
                 )
 
     def _refuse_shared(self, module: nn.Module) -> None:
-        """Raise ValueError for a parameter of another model, too, that each would shard, and train, by itself."""
+        """Raise ValueError for a parameter that another model has, too, where each model would shard it by itself."""
         others = [*self.models] if self._runtime.layout.forward_communicates else []
         known = {each: type(other).__name__ for other in others for each in other.parameters()}
         for name, each in module.named_parameters():
@@ -301,7 +301,7 @@ class SetUp:
         release: Callable[[], None],
         move: bool = True,
     ) -> None:
-        """Attach what every strategy needs in the steps of these, and average `bare` after each backward.
+        """Attach what every strategy needs in the steps of these optimizers; average `bare` after each backward.
 
         `release`: restores the optimizers of the strategy.
         """

@@ -128,8 +128,8 @@ def average_over_ranks(runtime: Runtime, parameters: Sequence[Tensor], weight: W
     """The implementation of `Fabric.average_gradients`. Ranks: all."""
     if any(as_sharded(parameter) is not None for parameter in parameters):
         raise ValueError(
-            "`average_gradients` was given a sharded parameter, of which every rank holds another part. Set its "
-            "model up, and call `fabric.backward`."
+            "`average_gradients` was given a sharded parameter: each rank holds a different part of it. Set its model "
+            "up, and call `fabric.backward`."
         )
     weight = None if weight is None else check_weight(weight)
     factor = runtime.loader_numbers.repeated.factor()  # a batch that is repeated has the weight zero
@@ -208,7 +208,8 @@ class ClosureLoss:
         self._collective, self._weighting = collective, weighting
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Do so from now on, if the optimizer computes with a loss. Returns a function that undoes it."""
+        """Average the loss of closures from now on, if the optimizer computes with it. Returns a function that undoes
+        it."""
         if not isinstance(optimizer, LBFGS) or self._collective.size == 1:
             return lambda: None
         return optimizer.register_step_pre_hook(self._wrap).remove
@@ -219,7 +220,7 @@ class ClosureLoss:
         return None if closure is None else ((optimizer, lambda: self._mean(closure())), {})
 
     def _mean(self, loss: Any) -> Any:
-        """The mean over the ranks. Ranks: all. Raises: RuntimeError: it is not the loss of all samples."""
+        """The mean of the loss over the ranks. Ranks: all. Raises: RuntimeError: it is not the loss of all samples."""
         if not isinstance(loss, (Tensor, float)):
             return loss
         own = torch.as_tensor(loss).detach()

@@ -871,9 +871,9 @@ SENTENCES = {
     ),
     **dict.fromkeys(
         ((name, "weights changed in forward") for name in ("fsdp", "ddp_fully_sharded")),
-        "ended with values of `key.0.weight` that its parameter does not have",
+        "ended with values of `key.0.weight` that differ from its parameter",
     ),
-    ("fsdp", "parameter replaced after setup"): "ended with values of `2.weight` that its parameter does not have",
+    ("fsdp", "parameter replaced after setup"): "ended with values of `2.weight` that differ from its parameter",
     ("fsdp", "hooks after setup"): "has a hook by `register_hook`, which runs in no backward",
     ("model_parallel", "functional_call with other weights"): "ended with values of `",
     ("fsdp", "second derivatives"): "appears to not have been used in the graph",
