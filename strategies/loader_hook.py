@@ -6,6 +6,8 @@ it.
 
 from __future__ import annotations
 
+import pickle
+import time
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 
 from fabric.strategies.collectives.call_check import all_equal
-from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.data.content import Ranks
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.loaders import process_dataloader
@@ -40,6 +42,7 @@ def share_loader(runtime: Runtime, loader: Iterable[Any], use: Use, *, distribut
             broadcast=collective.broadcast_object,
             gather=collective.all_gather_object,
             same=partial(all_equal, collective),
+            lead=partial(lead, collective),
             votes=partial(votes_over, collective),
         ),
         uneven=runtime.uneven,
@@ -49,6 +52,37 @@ def share_loader(runtime: Runtime, loader: Iterable[Any], use: Use, *, distribut
         carry=runtime.carry,
         draw_apart=runtime.draw_apart,
     )
+
+
+def lead(collective: Collective, name: str, obj: Any) -> Any:
+    """The object of rank 0. Ranks: rank 0 does not wait for the others, and no other one returns before it.
+
+    Raises: CollectiveError: rank 0 has not come here within the timeout of the ranks' store.
+    """
+    store, key = collective.store(), f"loaders/{name}"
+    if store is None:
+        return obj
+    if collective.rank == 0:
+        store.set(key, pickle.dumps(obj).hex())
+        return obj
+    patience: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
+    deadline, pause = time.monotonic() + patience, 0.001
+    while not store.check([key]):  # `wait` would lock the connection, which other threads use
+        if time.monotonic() > deadline:
+            raise CollectiveError(_NOT_BEGUN.format(seconds=patience), rank=collective.rank)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    led = pickle.loads(bytes.fromhex(store.get(key).decode()))
+    if store.add(f"{key}/read", 1) == collective.size - 1:
+        store.delete_key(key), store.delete_key(f"{key}/read")
+    return led
+
+
+_NOT_BEGUN = (
+    "This rank has waited {seconds:g} s for rank 0 to begin the same epoch of a loader that shuffles, whose order is "
+    "rank 0's. Let every rank iterate the loader. For a loop on some ranks only, pass `use='validate'`, `'test'` or "
+    "`'predict'` to `setup_dataloaders`."
+)
 
 
 def votes_over(collective: Collective) -> Votes:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Sampler, StackDataset, Subset, TensorDataset
 
 from fabric.strategies.data import huggingface
-from fabric.strategies.data.rng import digest, mix, preserved_rngs, read_all, seed_process
+from fabric.strategies.data.rng import digest, mix, preserved_rngs, seed_process
 from fabric.strategies.data.uneven import Votes
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.nests import is_tensor, leaves_in, opened
@@ -55,25 +55,10 @@ class Ranks:
     """Returns the objects of all ranks, in rank order, on every rank."""
     same: Callable[[str], bool]
     """Whether all ranks passed the same string: one all-reduce of one number."""
+    lead: Callable[[str, Any], Any]
+    """Returns the object that rank 0 has under a name, on every rank; rank 0 does not wait for the others."""
     votes: Callable[[], Votes] | None = None
     """Makes the `Votes` by which a loader agrees on its number of batches. None: not supported."""
-
-
-def agree_on_seed(
-    process: Mapping[str, Rng], own: Sequence[Rng], number: int, ranks: Ranks
-) -> tuple[int, dict[str, Any], list[Any]]:
-    """Rank 0's seed, and the states of its generators `process` and `own`. No generator is drawn from or written.
-
-    Of loaders that are set up in the same state, the first has that of the process, and those after it others: `number`
-    counts them. Ranks: all call it.
-    """
-    seed = mix("loader", number, digest(torch.default_generator.get_state()))
-    with preserved_rngs():
-        if number:
-            seed_process(seed)
-        copies = {name: rng.read() for name, rng in process.items()}
-    agreed: tuple[int, dict[str, Any], list[Any]] = ranks.broadcast((seed, copies, read_all(own)))
-    return agreed
 
 
 def agree_on_loader(described: Mapping[str, Any], own: Sequence[Rng], ranks: Ranks) -> bool:
@@ -129,7 +114,7 @@ def describe_dataset(dataset: object, depth: int = 4) -> str:
 def describe_order(items: Iterable[Any], dataset: object, seed: int) -> str | None:
     """A description of the order of a sampler; None if it cannot be copied (a Python generator).
 
-    For samplers of torch and torchdata: their fields, without random states, which `agree_on_seed` broadcasts. For
+    For samplers of torch and torchdata: their fields, without random states, which set-up broadcasts. For
     any other: the first items that a copy yields. The states of the global random generators are restored.
     """
     if isinstance(items, (list, tuple, range)):

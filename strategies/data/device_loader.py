@@ -474,9 +474,8 @@ class DeviceLoader:
             finally:
                 if progress.num_backwards != num_backwards:
                     order.count(epoch)
-                if epoch.counted:
-                    order.settle()
-                elif order.standing is epoch:
+                order.leave(epoch)
+                if not epoch.counted and order.standing is epoch:
                     order.standing = before
 
     def _read_epoch(self, order: Order, opened: Epoch) -> Epoch:

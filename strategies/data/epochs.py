@@ -1,10 +1,9 @@
 """The order of samples in an epoch: torch's own in one process, the same on all ranks of several.
 
 In one process it is drawn from the generators of the process and of the user's sampler, as they are. Ranks that share
-an order draw it from copies of rank 0's states, taken at set-up, whatever each rank has drawn since. The epoch's number
-increases once its iteration has ended or has yielded a second batch, or once the loop has called backward; then the
-copies are those after the epoch, and so are generators that were not used meanwhile, for loaders that are set up next:
-`next(iter(loader))` on one rank changes the order on no rank. Another epoch than the
+an order draw it from copies of rank 0's states, which all loaders share: see Note [Rank 0 leads] in `rng.py`. The
+epoch's number increases once its iteration has ended or has yielded a second batch, or once the loop has called
+backward; an iteration that is left before changes the order on no rank (`next(iter(loader))`). Another epoch than the
 next one, chosen by `set_epoch`, is drawn from the seed that ranks have agreed on and its number. The position within an
 epoch is that of the loop, not of prefetching workers. Knows items and epochs; knows no loader.
 """
@@ -15,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import chain, compress, islice
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import SequentialSampler
 
 from fabric.strategies.data.positions import length_of, once
-from fabric.strategies.data.rng import Streams, digest, mix, preserved_rngs, read_all, write_all
+from fabric.strategies.data.rng import SharedRngs, Streams, digest, mix, preserved_rngs, read_all, write_all
 from fabric.strategies.tensors.rng import Rng
 
 T = TypeVar("T")
@@ -235,18 +234,27 @@ class Order:
         process: Mapping[str, Rng],
         own: Sequence[Rng],
         *,
-        copies: dict[str, Any] | None,
+        shared: SharedRngs | None = None,
+        lead: Callable[[str, Any], Any] | None = None,
+        is_alone: bool = False,
         seed_workers: Callable[[int], object] | None = None,
         keeps_workers: bool = False,
     ) -> None:
-        """`process`: the generators of the process that the order is drawn from. `own`: the sampler's. `copies`: the
-        states of `process` from which ranks draw that have one order; None: from the generators as they are.
-        `seed_workers`: of samplers; draws what torch draws when the epoch of this number begins. `keeps_workers`:
-        whether torch draws that in the first epoch alone."""
+        """`process`: the generators of the process that the order is drawn from. `own`: the sampler's. `shared`: where
+        several ranks have this order: see Note [Rank 0 leads]; None: it is drawn from the generators as they are.
+        `lead`: returns rank 0's object of that name, if ranks draw from rank 0's states. `is_alone`: whether some ranks
+        may draw from the process's generators while others do not. `seed_workers`: of samplers; draws what torch draws
+        when the epoch of this number begins. `keeps_workers`: whether torch draws that in the first epoch alone."""
         self.seed, self.own, self.epoch = seed, own, 0
-        self._process, self._copies, self._first = process, copies, copies or {}
+        self._process, self._shared, self._rank_zeros, self._is_alone = process, shared, lead, is_alone
+        self._first = self._chain = {} if shared is None else shared.states
+        """The process's states in which the loader was set up; those after its latest epoch."""
+        self._chain_at: object = None if shared is None else shared.agreed
+        self._number, self._num_begun = 0 if shared is None else shared.num_loaders, 0
+        self._led: tuple[str, dict[str, Any]] = "", {}
+        """A name of the epoch that begins next, and the states from which ranks draw it."""
         self._next = 0
-        """The number of the epoch that the copies are the states of."""
+        """The number of the epoch that follows without `set_epoch`."""
         self._seed_workers, self._keeps_workers = seed_workers, keeps_workers
         self.rank = 0
         """Beside the seed of the rank's generator, what workers draw from."""
@@ -261,7 +269,7 @@ class Order:
     @property
     def is_shared(self) -> bool:
         """Whether several ranks have this order."""
-        return self._copies is not None
+        return self._shared is not None
 
     @contextmanager
     def opening(self) -> Iterator[Epoch]:
@@ -279,7 +287,7 @@ class Order:
         kept = self.latest, self._opening
         try:
             with preserved_rngs(self.own):
-                self._opening = self._epoch(Position())
+                self._opening = self._epoch(Position(), is_apart=True)
                 with self._opening.streams.drawing():
                     yield
         finally:
@@ -296,9 +304,17 @@ class Order:
             return
         epoch.counted = True
         self._unsettled, self._resumed = epoch, None
+        self._num_begun += 1
         self._next = epoch.number + 1
         if self.epoch == epoch.number:
             self.epoch += 1
+
+    def leave(self, epoch: Epoch) -> None:
+        """Called once the loop has left an iteration, which is counted, or changes nothing."""
+        if epoch.counted:
+            self.settle()
+        else:
+            epoch.streams.undo()
 
     def settle(self) -> None:
         """Advance the states that ranks share to the end of the latest counted epoch.
@@ -309,29 +325,22 @@ class Order:
         for the draw with which torch begins an epoch.
         """
         epoch, self._unsettled = self._unsettled, None
-        if epoch is None or epoch.streams.start is None or not self.is_shared:
+        if epoch is None or self._shared is None:
             return
-        states = self._after(epoch)
-        self._copies = states["process"]
-        if not self._advance(epoch.streams.start, states) and not self.own and self._seed_workers is not None:
+        streams = epoch.streams
+        if not self._is_complete(epoch):
+            streams.move(self._seeded(epoch.number + 1))  # ranks may have drawn different numbers of items
+        for rng, start, end in zip(self.own, streams.own_start, streams.own_states, strict=True):
+            if digest(rng.read()) == digest(start):
+                rng.write(end)
+        self._chain, self._chain_at = dict(zip(self._process, streams.states, strict=False)), self._shared.agreed
+        if not self._shared.follow() and not self.own and self._seed_workers is not None:
             self._seed_workers(epoch.number)
 
-    def _advance(self, start: list[Any], after: dict[str, Any]) -> bool:
-        """Move the generators that still have the state in `start` to that in `after`. Returns whether torch's had."""
-        rngs = [*self._process.values(), *self.own]
-        ends = [*(after["process"].get(name, rng.read()) for name, rng in self._process.items()), *after["generators"]]
-        unused = [digest(rng.read()) == digest(state) for rng, state in zip(rngs, start, strict=True)]
-        for rng, end in compress(zip(rngs, ends, strict=True), unused):
-            rng.write(end)
-        return unused[0]
+    def _is_complete(self, epoch: Epoch) -> bool:
+        return epoch.drawn is None or epoch.drawn.is_complete(finish=self._seed_workers is not None)
 
-    def _after(self, epoch: Epoch) -> dict[str, Any]:
-        """The states after this epoch, from which the next one is drawn."""
-        is_complete = epoch.drawn is None or epoch.drawn.is_complete(finish=self._seed_workers is not None)
-        # Otherwise ranks may have drawn different numbers of items.
-        return self._by_name(epoch.streams.states if is_complete else self._seeded(epoch.number + 1))
-
-    def _by_name(self, states: list[Any]) -> dict[str, Any]:
+    def _by_name(self, states: Sequence[Any]) -> dict[str, Any]:
         num = len(self._process)
         return {"process": dict(zip(self._process, states, strict=False)), "generators": states[num:]}
 
@@ -347,50 +356,66 @@ class Order:
         return state | self._now()
 
     def _state_of(self, epoch: Epoch) -> dict[str, Any]:
-        begun = self._by_name((epoch.streams.start if self.is_shared else epoch.streams.begun) or [])
-        state = {"seed": epoch.seed, "epoch": epoch.number, **asdict(epoch.position), **begun}
+        streams = epoch.streams
+        state = {"seed": epoch.seed, "epoch": epoch.number, **asdict(epoch.position)}
+        state |= self._by_name(streams.begun or streams.start or [])
         if not self.is_shared:
             return state | {"ahead": epoch.num_fetched, "following": self._now()}
-        if epoch.streams.is_resumed:
-            state["ahead"] = 0
         is_settled = epoch.counted and self._unsettled is not epoch
-        return state | {"following": self._now() if is_settled else self._after(epoch)}
+        following = self._now()
+        if not is_settled:
+            states = streams.states if self._is_complete(epoch) else self._seeded(epoch.number + 1)
+            following |= self._by_name(states) if streams.follows else {"generators": streams.own_states}
+        return state | {"ahead": 0, "following": following, "follows": streams.follows}
 
     def _now(self) -> dict[str, Any]:
         """The states from which the next epoch is drawn."""
-        process = {name: rng.read() for name, rng in self._process.items()} if self._copies is None else self._copies
-        return {"process": process, "generators": read_all(self.own)}
+        if self._shared is None:
+            process = {name: rng.read() for name, rng in self._process.items()}
+            return {"process": process, "generators": read_all(self.own)}
+        states, written = self._source or self._shared.states, self._shared.written
+        process = {name: states[name] for name in self._process}
+        return {"process": process, "generators": read_all(self.own), "written": dict(written)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration begin at the position in `state`."""
         self.epoch = self._next = state["epoch"]
         self._resumed = state
         self.latest = self.standing = self._unsettled = None
-        if self.is_shared:
+        self._num_begun += 1
+        following = state.get("following", state)
+        if self._shared is not None:
             self.seed = state["seed"]
-        self._go_on_from(state if self.is_shared else state.get("following", state))
+            process = {name: following["process"].get(name, self._shared.states[name]) for name in self._process}
+            if self._is_alone:
+                self._chain, self._chain_at = process, self._shared.agreed
+            else:
+                self._shared.agree(process, following.get("written"))
+        write_all(self.own, (state if self.is_shared else following)["generators"])
 
-    def _go_on_from(self, states: dict[str, Any]) -> None:
-        if self._copies is not None:
-            self._copies = {name: states["process"].get(name, copy) for name, copy in self._copies.items()}
-        write_all(self.own, states["generators"])
+    @property
+    def _source(self) -> Mapping[str, Any] | None:
+        """The states from which the next epoch is drawn, if they are not those that all loaders share."""
+        if self._shared is None or not self._is_alone:
+            return None
+        return self._chain if self._chain_at is self._shared.agreed else self._shared.agreed
 
     def _new(self) -> Epoch:
         self.settle()
+        if self.latest is not None and not self.latest.counted:
+            self.latest.streams.undo()
         resumed = self._resumed
         if resumed is not None and resumed["epoch"] != self.epoch:
             self._resumed, self._next = None, resumed["epoch"]
-            if self._copies is not None and "following" in resumed:
+            if self._shared is not None and "following" in resumed:
                 self._next += 1
-                self._go_on_from(resumed["following"])
-        if self._copies is not None and self.epoch != self._next:
-            self._copies, self._next = self._chosen(), self.epoch
+                write_all(self.own, resumed["following"]["generators"])
         return self._epoch(self._beginning())
 
     def _chosen(self) -> dict[str, Any]:
         """The states from which an epoch other than the next one is drawn."""
         if self.epoch == 0:
-            return self._first
+            return {name: self._first[name] for name in self._process}
         return dict(zip(self._process, self._seeded(self.epoch), strict=False))
 
     def _seeded(self, number: int) -> list[Any]:
@@ -401,30 +426,51 @@ class Order:
                 rng.seed(mix(self.seed, number))
             return read_all(rngs)
 
-    def _epoch(self, begun_at: Position) -> Epoch:
+    def _epoch(self, begun_at: Position, *, is_apart: bool = False) -> Epoch:
+        process, shared = self._process, self._shared
+        resumed = self._resumed if begun_at != Position() else None
         start: list[Any] | None = None
         begun: list[Any] | None = None
-        seed: int | None = None
-        process = self._process
-        resumed = self._resumed if begun_at != Position() else None
+        seed = None if shared is None else self.seed
         if resumed is not None:
             saved = resumed["process"]
             states = (saved[name] if name in saved else rng.read() for name, rng in process.items())
-            start = [*states, *resumed["generators"]]
-            if "ahead" in resumed:  # one process has saved the states at the sampler's first draw
-                begun = start
-            elif self._copies is None:
-                self._advance(start, resumed["following"])
+            start = begun = [*states, *resumed["generators"]]
             seed = resumed["seed"]
-        if begun is None and self._copies is None and self._keeps_workers and self.epoch > 0:
+            if shared is None:
+                self._go_on_in_one_process(resumed["following"])
+        elif shared is None and self._keeps_workers and self.epoch > 0:
             # a resumed run starts workers, and torch draws their seed
-            begun = start or read_all([*process.values(), *self.own])
-        if self._copies is not None:
-            start, seed = [*self._copies.values(), *read_all(self.own)], self.seed
-        streams = Streams(list(process.values()), self.own, start, begun)
+            begun = read_all([*process.values(), *self.own])
+        source, lead = self._source, None if self._rank_zeros is None else self._of_rank_zero
+        if shared is not None and resumed is None and self.epoch != self._next:
+            source, lead, self._next = self._chosen(), None, self.epoch
+            if self._rank_zeros is not None:
+                shared.agree(source, {})
+                source = shared.states
+        if shared is not None and is_apart:
+            source, lead = {**shared.states}, None
+        follows = resumed is not None and resumed.get("follows", True)
+        streams = Streams(process, self.own, start, begun, shared=shared, source=source, lead=lead, follows=follows)
         ahead = 0 if resumed is None else resumed.get("ahead", 0)
         of_rank = torch.initial_seed() + self.rank if self.is_shared else 0
         return Epoch(self.epoch, seed, of_rank, streams, begun_at, num_ahead=ahead, seed_workers=self._seed_workers)
+
+    def _of_rank_zero(self, states: dict[str, Any]) -> dict[str, Any]:
+        """The states of rank 0 at the first draw of this epoch; those of this rank, if no other loader has drawn. The
+        same ones each time, until the epoch is counted."""
+        assert self._shared is not None
+        assert self._rank_zeros is not None
+        name = f"{self._number}/{self._shared.num_loaders}/{self._num_begun}"
+        if self._led[0] != name:
+            self._led = name, states if self._shared.num_loaders == 1 else self._rank_zeros(name, states)
+        return self._led[1]
+
+    def _go_on_in_one_process(self, following: Mapping[str, Any]) -> None:
+        """Move the generators on to where several ranks would have moved them, unless they were used since."""
+        for name, written in following.get("written", {}).items():
+            if name in self._process and digest(self._process[name].read()).hex() == written:
+                self._process[name].write(following["process"][name])
 
     def _beginning(self) -> Position:
         """Where the next epoch begins: a restored position is dropped if `set_epoch` has chosen another epoch."""

@@ -22,7 +22,6 @@ from fabric.strategies.data.batch_sampler import MOST_STEPS, IndexSource, index_
 from fabric.strategies.data.content import (
     Ranks,
     agree_on_loader,
-    agree_on_seed,
     describe_dataset,
     describe_first_sample,
     describe_order,
@@ -35,7 +34,7 @@ from fabric.strategies.data.joined import JoinedBatches, JoinedStream, of_all_sh
 from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.partition import Cut, RoundRobinCut, SampleCut
 from fabric.strategies.data.positions import length_of, own_position
-from fabric.strategies.data.rng import own_rngs, process_rngs, torch_rng, write_all
+from fabric.strategies.data.rng import own_rngs, process_rngs, read_all, torch_rng, write_all
 from fabric.strategies.data.share import Joined, Share, Uneven, Use
 from fabric.strategies.data.split import parts_of, split_of
 from fabric.strategies.data.transfer import Carry, one_ahead, one_by_one
@@ -87,7 +86,7 @@ def process_dataloader(
         raise TypeError(
             f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated. Pass a `DataLoader`."
         )
-    setup = _Setup(share, use != "train", ranks, progress, report, uneven, in_step)
+    setup = _Setup(share, use != "train", ranks, progress, report, uneven, in_step, use == "train")
     split = split_of(loader, share) if distribute and progress.joined is None else None
     accelerated = move and device.type != "cpu"
     # Prefetch only what workers load: another iterable may depend on the loop, a stateful loader counts what was
@@ -124,7 +123,7 @@ def process_dataloader(
         carry=carry or (one_ahead if ahead else one_by_one),
         report=report,
         progress=progress,
-        begin=(draw_apart, progress.restart_numbers, *reading.begin),
+        begin=(draw_apart, *reading.begin),
         trains=use == "train",
         resumes_left=use in ("train", "predict"),
     )
@@ -143,6 +142,7 @@ class _Setup:
     report: Callable[[str], None]
     when_ended: Uneven | None
     in_step: bool
+    trains: bool
 
     @property
     def joined(self) -> Joined | None:
@@ -169,7 +169,13 @@ class _Setup:
         return replace(self, share=Share(), uneven=True, ranks=_ALONE)
 
 
-_ALONE = Ranks(size=1, broadcast=lambda obj: obj, gather=lambda obj: [obj], same=lambda words: True)
+_ALONE = Ranks(
+    size=1,
+    broadcast=lambda obj: obj,
+    gather=lambda obj: [obj],
+    same=lambda words: True,
+    lead=lambda name, obj: obj,
+)
 
 
 def _is_even(reading: Reading, setup: _Setup) -> bool:
@@ -238,7 +244,7 @@ def _indexed(loader: DataLoader[Any], setup: _Setup) -> Reading:
     _, items = indices_of(loader)
     is_torchs_own = type(loader) is DataLoader and (type(items) in _WITHOUT_DRAWS or is_torchs(items))
     process = {"torch": torch_rng()} if is_torchs_own else process_rngs()
-    order, seed, states = _order(process, loader, setup, shuffles=type(items) not in _WITHOUT_DRAWS)
+    order, seed, states = _order(process, loader, setup, shuffles=not _draws_by_itself(items))
     is_seeded = loader.num_workers > 0
     name, index = index_source(loader, setup.shares, setup.uneven, order, is_seeded=is_seeded)
     index.joined = setup.joined
@@ -268,6 +274,11 @@ def _indexed(loader: DataLoader[Any], setup: _Setup) -> Reading:
 _WITHOUT_DRAWS = (SequentialSampler, range, list, tuple)
 
 
+def _draws_by_itself(items: object) -> bool:
+    """Whether a sampler draws from no generator of the process."""
+    return type(items) in _WITHOUT_DRAWS or (is_torchs(items) and getattr(items, "generator", None) is not None)
+
+
 def _order(
     process: Mapping[str, Rng], loader: Iterable[Any], setup: _Setup, *, shuffles: bool
 ) -> tuple[Order, int, list[Any]]:
@@ -275,19 +286,28 @@ def _order(
     own = own_rngs(loader) if isinstance(loader, DataLoader) else []
     keeps_workers = isinstance(loader, DataLoader) and loader.persistent_workers
     generator = loader.generator if isinstance(loader, DataLoader) else None
-    if setup.ranks.size == 1:
-        return Order(0, process, own, copies=None, keeps_workers=keeps_workers), 0, []
-    number = setup.progress.next_number(shuffles=shuffles)
-    seed, copies, states = agree_on_seed(process, own, number, setup.ranks)
-    known = {name: rng for name, rng in process.items() if name in copies}
+    ranks, shared = setup.ranks, setup.progress.rngs
+    if ranks.size == 1:
+        return Order(0, process, own, keeps_workers=keeps_workers), 0, []
+    seed, states, of_own = ranks.broadcast((*shared.offer(process), read_all(own)))
+    shared.agree(states)
+    shared.num_loaders += 1
 
     def seed_workers(number: int) -> None:
         if number == 0 or not keeps_workers:
             torch.empty((), dtype=torch.int64).random_(generator=generator)
 
-    draws = seed_workers if _has_indices(loader) else None
-    order = Order(seed, known, own, copies={name: copies[name] for name in known}, seed_workers=draws)
-    return order, seed, states
+    order = Order(
+        seed,
+        {name: rng for name, rng in process.items() if name in states},
+        own,
+        shared=shared,
+        lead=ranks.lead if shuffles and setup.trains else None,
+        is_alone=shuffles and not setup.trains,
+        seed_workers=seed_workers if _has_indices(loader) else None,
+        keeps_workers=keeps_workers,
+    )
+    return order, seed, of_own
 
 
 def _agree(loader: DataLoader[Any], described: dict[str, Any], order: Order, states: list[Any], setup: _Setup) -> None:
@@ -393,7 +413,7 @@ def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
     """An iterable of batches, distributed round-robin."""
     cut = RoundRobinCut(share=setup.share, uneven=setup.uneven)
     _refuse(cut, items)
-    order, _, _ = _order(process_rngs(), items, setup, shuffles=True)
+    order, _, _ = _order(process_rngs(), items, setup, shuffles=not _draws_by_itself(items))
     # Only a list is read ahead: the state of any other iterable must be that of the loop.
     at_hand = isinstance(items, (list, tuple))
     most_steps = MOST_STEPS if at_hand else 1

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, TypeAlias, final
 
-import torch
-
-from fabric.strategies.data.rng import digest
+from fabric.strategies.data.rng import SharedRngs
 from fabric.strategies.data.share import Joined
 from fabric.strategies.data.uneven import Agreed
 
@@ -21,16 +19,10 @@ because it was left before."""
 
 @final
 class LoopProgress:
-    """What the loop has done so far, for all loaders of a process.
-
-    Also numbers the loaders that are set up in the same state of torch's global generator, from 0, those that shuffle
-    apart from those that do not. Once one of them is iterated, numbers start at 0 again: a program that seeds itself
-    again, in the same process, reads the same order again.
-    """
+    """What the loop has done so far, and the random states from which it draws, for all loaders of a process."""
 
     def __init__(self) -> None:
-        self._state = b""
-        self._numbers: Counter[bool] = Counter()
+        self.rngs = SharedRngs()
         self.num_backwards = 0
         """Backward passes of the loop. An iteration that ends after one batch and none of these uses up no epoch."""
         self.num_steps = 0
@@ -48,18 +40,6 @@ class LoopProgress:
     def num_updates(self) -> int:
         """Backward passes and optimizer steps."""
         return self.num_backwards + self.num_steps
-
-    def next_number(self, *, shuffles: bool) -> int:
-        """The number of the loader that is being set up."""
-        state = digest(torch.default_generator.get_state())
-        if state != self._state:
-            self._state, self._numbers = state, Counter()
-        self._numbers[shuffles] += 1
-        return self._numbers[shuffles] - 1
-
-    def restart_numbers(self) -> None:
-        """Start at 0 again: called when a loader is iterated."""
-        self._state = b""
 
 
 @final

@@ -20,7 +20,7 @@ import pickle
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -120,17 +120,89 @@ def digest(state: Any) -> bytes:
 
 
 @final
+class SharedRngs:
+    """The states that the process's generators would have in one process, for all loaders whose data the ranks split.
+
+    # Note [Rank 0 leads]
+    Each loader moves the states when torch would draw: at `iter`, and when its sampler first draws. An epoch that is
+    left after one batch, without a backward pass, puts them back. Ranks may iterate a loader alone, and have other
+    states then. So, once several loaders were set up, all ranks draw an epoch of training from rank 0's states at the
+    sampler's first draw: the order of one process that does what rank 0 does. Rank 0 puts them into the store and does
+    not wait. An evaluation may run on some ranks only, so that nobody may wait: if it shuffles, it draws from the
+    states after the latest epoch of training and its own since then.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[str, Any] = {}
+        self.agreed = self.states
+        """Those after the latest set-up or epoch of training: equal on all ranks."""
+        self.written: dict[str, str] = {}
+        """Digests of the states that the generators of this process were given last; "" if the program used them."""
+        self.num_loaders, self._num_alike = 0, -1
+
+    def offer(self, process: Mapping[str, Rng]) -> tuple[int, dict[str, Any]]:
+        """A seed, and the states to draw from if this is rank 0: of its generators, where the program has used them."""
+        self.follow()
+        states = {name: rng.read() for name, rng in process.items()}
+        is_used = any(name in self.written and self.written[name] != _hex(state) for name, state in states.items())
+        self._num_alike = 0 if is_used else self._num_alike + 1
+        return mix("loader", self._num_alike, digest(states["torch"])), states
+
+    def agree(self, states: Mapping[str, Any], written: Mapping[str, str] | None = None) -> None:
+        """Go on from states that all ranks have. `written`: as in the saved run."""
+        self.states = self.agreed = {**self.states, **states}
+        self.written |= {name: _hex(state) for name, state in states.items()} if written is None else written
+
+    def follow(self) -> bool:
+        """Move the generators of this process, where nothing else draws from them. Returns whether torch's moved."""
+        rngs = process_rngs()
+        for name, written in self.written.items():
+            is_unused = _hex(rngs[name].read()) == written
+            if is_unused:
+                rngs[name].write(self.states[name])
+            self.written[name] = _hex(self.states[name]) if is_unused else ""
+        return self.written.get("torch") != ""
+
+
+def _hex(state: Any) -> str:
+    return digest(state).hex()
+
+
+@final
 class Streams:
     """The random states from which the order of an epoch is drawn, of the process's generators and the sampler's `own`.
 
-    `start`: those with which it begins; the generators have them while it is drawn, and their own outside. None: it is
-    drawn from the generators as they are. `begun`: those at the sampler's first draw, in an epoch that is resumed.
+    Without `shared` and `start`, the order is drawn from the generators as they are. Otherwise these have other states
+    while it is drawn: `start`, in an epoch that is resumed; `source`, if the epoch has states of its own; or else those
+    of `shared`, until the sampler first draws, when `lead` replaces them by rank 0's. `begun`: the states at the
+    sampler's first draw, in an epoch that is resumed. `follows`: whether `shared` was where the resumed epoch is.
     """
 
     def __init__(
-        self, process: Sequence[Rng], own: Sequence[Rng], start: list[Any] | None, begun: list[Any] | None = None
+        self,
+        process: Mapping[str, Rng],
+        own: Sequence[Rng],
+        start: list[Any] | None = None,
+        begun: list[Any] | None = None,
+        *,
+        shared: SharedRngs | None = None,
+        source: Mapping[str, Any] | None = None,
+        lead: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        follows: bool = False,
     ) -> None:
-        self._rngs, self._own, self._inside, self._is_released = [*process, *own], own, False, False
+        self._names, self._rngs, self._own = [*process], [*process.values(), *own], own
+        self._inside = self._is_released = False
+        self._shared, self._lead = shared, lead
+        self._at: object = None
+        """The states of `shared`, as this epoch has left them."""
+        self._is_joint = self._begins_jointly = shared is not None and start is None and source is None
+        if shared is not None:
+            self._opened = shared.states, shared.agreed
+            self._at = shared.states if start is None or follows else None
+            if source is not None and source is not shared.states:
+                self._at = None
+            states = shared.states if source is None else source
+            start = start or [*(states[name] for name in self._names), *read_all(own)]
         self.start, self._states = start, start
         self.is_resumed = begun is not None
         self.begun = begun
@@ -142,39 +214,85 @@ class Streams:
         if self._states is None or self._inside:
             yield
             return
+        if self._is_joint and self._shared is not None:
+            self._at = self._shared.states
+            self._states = [*map(self._shared.states.__getitem__, self._names), *self.own_states]
         outer, self._inside = read_all(self._rngs), True
         write_all(self._rngs, self._states)
         try:
             yield
         finally:
-            self._states, self._inside = read_all(self._rngs), False
+            self._inside = False
+            self.move(read_all(self._rngs))
             write_all(self._rngs, outer)
             if self._is_released:
                 self.release()
+
+    def move(self, states: list[Any]) -> None:
+        """Go on from these states; `shared` does, too, unless another loader has moved it since."""
+        self._states, shared = states, self._shared
+        if shared is None or not self.follows:
+            return
+        process = dict(zip(self._names, states, strict=False))
+        if any(not _equal(state, shared.states[name]) for name, state in process.items()):
+            self._at = shared.states = {**shared.states, **process}
+        if self._lead is not None and not self._is_joint:
+            shared.agreed = shared.states
+
+    @property
+    def follows(self) -> bool:
+        """Whether `shared` is where this epoch is."""
+        return self._shared is not None and self._at is self._shared.states
+
+    def undo(self) -> None:
+        """Put `shared` back to where the epoch began, unless another loader has moved it since."""
+        if self._shared is not None and self.follows:
+            self._shared.states, self._shared.agreed = self._opened
 
     def restart(self) -> None:
         """Go back to the states with which the epoch begins. Called within `drawing`."""
         if self.start is not None:
             write_all(self._rngs, self.start)
+            self._is_joint = self._begins_jointly
 
     def begin(self) -> None:
         """Called within `drawing`, when the sampler is about to draw for the first time."""
         if self.is_resumed and self.begun is not None:
             write_all(self._rngs, self.begun)
         else:
-            self.begun = read_all(self._rngs)
+            states = read_all(self._rngs)
+            if self._lead is not None:
+                led = self._lead(dict(zip(self._names, states, strict=False)))
+                states[: len(led)] = [led[name] for name in self._names]
+                write_all(self._rngs, states)
+            self.begun = states
+        self._is_joint = False
 
     def release(self) -> None:
         """Draw from the generators as they are from here on; those of the sampler go on from this epoch's states."""
         self._is_released = True
         if self._states is not None and not self._inside:
-            write_all(self._own, self._states[len(self._rngs) - len(self._own) :])
+            write_all(self._own, self.own_states)
             self._states = None
 
     @property
     def states(self) -> list[Any]:
         """The states that the generators have now in this epoch."""
         return self._states or []
+
+    @property
+    def own_states(self) -> list[Any]:
+        """Those of the sampler's generators."""
+        return self.states[len(self._names) :]
+
+    @property
+    def own_start(self) -> list[Any]:
+        """Those with which the epoch began."""
+        return (self.start or [])[len(self._names) :]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
 def read_all(rngs: Sequence[Rng]) -> list[Any]:

@@ -17,13 +17,16 @@ from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dat
 from fabric.strategies.data.loop_progress import LoopProgress
 
 
-def ranks_by(gather: Callable[[Any], list[Any]], count: int) -> Ranks:
+def ranks_by(
+    gather: Callable[[Any], list[Any]], count: int, lead: Callable[[str, Any], Any] = lambda name, obj: obj
+) -> Ranks:
     """The `Ranks` over a function that all-gathers objects."""
     return Ranks(
         size=count,
         broadcast=lambda obj: gather(obj)[0],
         gather=gather,
         same=lambda words: len(set(gather(words))) == 1,
+        lead=lead,
     )
 
 
@@ -44,6 +47,7 @@ def share_out(
     """
     turn, votes, met = threading.Lock(), [None] * count, threading.Barrier(count)
     results: list[Any] = [None] * count
+    led: dict[str, Any] = {}
 
     def rank(index: int) -> None:
         def agree(obj: Any) -> list[Any]:
@@ -65,7 +69,7 @@ def share_out(
                     distribute=distribute,
                     move=True,
                     launcher="inline",
-                    ranks=ranks_by(agree, count),
+                    ranks=ranks_by(agree, count, led.setdefault if index == 0 else lambda name, obj: led[name]),
                     progress=numbers[index] if numbers else LoopProgress(),
                     report=reported.append if reported is not None and index == 0 else lambda sentence: None,
                 )

@@ -20,8 +20,8 @@ def restored() -> Iterator[None]:
 
 
 def streams() -> Streams:
-    rngs = list(process_rngs().values())
-    return Streams(rngs, [], read_all(rngs))
+    rngs = process_rngs()
+    return Streams(rngs, [], read_all([*rngs.values()]))
 
 
 def test_another_bit_generator_is_kept_apart() -> None:
