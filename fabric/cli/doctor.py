@@ -1,7 +1,8 @@
 """`fabric doctor`: what this machine can run, and the reason for what it cannot.
 
-It calls the same functions as `Fabric(...)`, so both give the same answers. The report is plain data, shown as tables
-or as JSON. It imports torch, and initialises no device.
+It calls the functions that `Fabric(...)` calls: what a strategy supports is computed by `resolve` (which calls
+`Strategy.refuse`) and `Strategy.lacks`. The report is plain data, shown as tables or as JSON. It imports torch, and
+initialises no device.
 """
 
 from __future__ import annotations
@@ -11,22 +12,30 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import packages_distributions
-from typing import Any
+from typing import Any, final, get_args
 
 import torch
 from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
-from fabric.cli.strategies import describe_strategy, not_here, show_strategies
-from fabric.cli.tables import NotedTable
 from fabric.configure.machine import Found, Machine
 from fabric.configure.request import Request
+from fabric.configure.resolve import resolve
 from fabric.launchers.process.os_process import num_cores
 from fabric.launchers.registry import LAUNCHERS
+from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.accelerators.registry import accelerators
+from fabric.strategies.capabilities import CAPABILITIES, Capability
 from fabric.strategies.name_registry import Registration
+from fabric.strategies.precision.precision import Precision, PrecisionWord
 from fabric.strategies.registry import strategy_registrations
+from fabric.strategies.strategy import Strategy
+
+_WORDS: tuple[PrecisionWord, ...] = get_args(PrecisionWord)
 
 
 def doctor(parsed: argparse.Namespace) -> int:
@@ -37,7 +46,7 @@ def doctor(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(json.dumps({"strategies": found["strategies"]} if parsed.strategies else found, indent=2))
     elif parsed.strategies:
-        show_strategies(found["strategies"])
+        _show_strategies(found["strategies"])
     else:
         _show(found)
     return 0
@@ -63,8 +72,49 @@ def report(machine: Machine, strategies: Mapping[str, Registration]) -> dict[str
             for row in LAUNCHERS.values()
             if row.is_written
         ],
-        "strategies": [describe_strategy(machine, registration) for registration in strategies.values()],
+        "strategies": [_describe_strategy(machine, registration) for registration in strategies.values()],
     }
+
+
+def _describe_strategy(machine: Machine, registration: Registration) -> dict[str, Any]:
+    """Describe one strategy in JSON types, as in a process that no launcher started.
+
+    `needs_function`: whether it is refused because it needs a function of the user's. `precisions`: by accelerator.
+    `lacks`: names in `capabilities.py`, each with the error message of the call.
+    """
+    why_not: str | None = None
+    precisions: dict[str, list[str]] = {}
+    lacks: Mapping[Capability, str] = {}
+    needs_function = False
+    for found in machine.usable():
+        try:
+            strategy = registration.make()
+            lacks, needs_function = strategy.lacks, strategy.needs_function
+            alone = replace(machine, world=None, packages=strategy.look_for_packages())
+            resolve(Request(accelerator=found.accelerator, strategy=strategy), alone)
+        except Exception as error:  # a third-party strategy; whatever its constructor raises is the reason shown
+            why_not = str(error) or type(error).__name__
+        else:
+            precisions[found.accelerator.name] = _precisions(strategy, found.accelerator, alone)
+    return {
+        "name": registration.name,
+        "description": registration.description,
+        "source": registration.source,
+        "runs_on": list(precisions),
+        "why_not": None if precisions else why_not,
+        "needs_function": needs_function,
+        "precisions": precisions,
+        "lacks": dict(lacks),
+    }
+
+
+def _precisions(strategy: Strategy, accelerator: Accelerator, machine: Machine) -> list[str]:
+    words: list[str] = []
+    for word in _WORDS:
+        with suppress(ValueError):
+            resolve(Request(accelerator=accelerator, strategy=strategy, precision=Precision.parse(word)), machine)
+            words.append(word)
+    return words
 
 
 def _show(found: Mapping[str, Any]) -> None:
@@ -103,13 +153,56 @@ def _print_table(
     cells_of: Callable[[Mapping[str, Any]], tuple[str, ...]],
 ) -> None:
     """Print a row for each of `rows`; `cells_of`: where it can run, and the other cells."""
-    table = NotedTable(*columns)
+    table = _NotedTable(*columns)
     for row in rows:
         here, *others = cells_of(row)
-        why_not = row["why_not"]
-        table.add(
-            row["name"],
-            [here if why_not is None else f"{not_here(row)} {table.note(why_not)}", *others],
-            can_run=why_not is None,
-        )
+        table.add(row, here if row["why_not"] is None else _not_here(row, table), *others)
     table.print(console)
+
+
+def _not_here(row: Mapping[str, Any], table: _NotedTable) -> str:
+    """The cell of something that cannot run, with the number of the reason."""
+    return f"{'needs your function' if row.get('needs_function') else 'no'} {table.note(row['why_not'])}"
+
+
+def _show_strategies(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a row for each strategy: its precisions, the capabilities it lacks, and the number of each reason."""
+    console, table = Console(), _NotedTable("strategy", "precisions", "unsupported")
+    for row in rows:
+        here = [
+            f"{name}: {'all' if len(words) == len(_WORDS) else ', '.join(words)}"
+            for name, words in row["precisions"].items()
+        ]
+        precisions = "; ".join(here) or _not_here(row, table)
+        lacks = ", ".join(f"{word} {table.note(sentence)}" for word, sentence in row["lacks"].items())
+        table.add(row, precisions, lacks)
+    table.print(console)
+    console.print("\nCapabilities:", highlight=False)
+    for word, meaning in CAPABILITIES.items():
+        console.print(f"  {word}: {meaning}", highlight=False, markup=False)
+
+
+@final
+class _NotedTable:
+    """A table, and below it the sentences that its cells refer to, each once."""
+
+    def __init__(self, *columns: str) -> None:
+        name, *others = columns
+        self._table = Table(Column(name, no_wrap=True), *(Column(column, overflow="fold") for column in others))
+        self._notes: dict[str, int] = {}
+
+    def note(self, sentence: str) -> str:
+        """The number by which a cell refers to this sentence: `(1)`."""
+        return f"({self._notes.setdefault(sentence, len(self._notes) + 1)})"
+
+    def add(self, row: Mapping[str, Any], *cells: str) -> None:
+        """Add a row, its name bright if it can run."""
+        style = "bold green" if row["why_not"] is None else "dim"
+        self._table.add_row(Text(row["name"], style=style), *map(Text, cells))
+
+    def print(self, console: Console) -> None:
+        """Print the table and its sentences."""
+        console.print(self._table)
+        for sentence, number in self._notes.items():
+            # In a pipe, for programs, each sentence is one line.
+            console.print(f"({number}) {sentence}", highlight=False, markup=False, soft_wrap=not console.is_terminal)
