@@ -24,13 +24,13 @@ class LoaderOptions(TypedDict, total=False):
 
 
 def check_module(module: object) -> None:
-    """Raise TypeError if the first argument of `setup` is no module."""
+    """Raise TypeError if the first argument of `setup` is not a module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{_what(module)} was passed as the module. {_SETUP}")
 
 
 def check_optimizers(optimizers: Sequence[object]) -> None:
-    """Raise TypeError if one of them is no optimizer."""
+    """Raise TypeError if one of `optimizers` is not an optimizer."""
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"{_what(optimizer)} was passed as an optimizer. {_SETUP}")

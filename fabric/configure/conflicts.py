@@ -23,7 +23,7 @@ _LOOKED_FOR = ", ".join(words for environment in ENVIRONMENTS if (words := envir
 
 
 def launcher_against_the_world(request: Request, machine: Machine) -> str | None:
-    """`launcher='external'` where no launcher has started the processes; one that starts them where they exist."""
+    """`launcher='external'` without an external launcher, or a launcher that starts processes where they exist."""
     world = machine.world
     if request.launcher == "external" and world is None:
         return (
@@ -40,7 +40,7 @@ def launcher_against_the_world(request: Request, machine: Machine) -> str | None
 
 
 def nodes_against_the_world(request: Request, machine: Machine) -> str | None:
-    """Another number of nodes than the world has. One is the default, and contradicts nothing."""
+    """A number of nodes that differs from the world's. 1 is the default, and contradicts nothing."""
     world = machine.world
     if world is None or request.num_nodes in (1, world.num_nodes):
         return None
@@ -62,7 +62,7 @@ def output_against_a_foreign_world(request: Request, machine: Machine) -> str | 
 
 
 def grace_against_a_foreign_world(request: Request, machine: Machine) -> str | None:
-    """The time that ranks of another launcher have after SIGTERM."""
+    """A time after SIGTERM for ranks that another launcher has started."""
     if machine.world is None or machine.world.launcher in OURS or request.stop_grace_seconds is None:
         return None
     return (
@@ -73,7 +73,7 @@ def grace_against_a_foreign_world(request: Request, machine: Machine) -> str | N
 
 
 def place_of_a_node(request: Request, machine: Machine) -> str | None:
-    """Node rank and address of node 0: where they are not needed, or missing."""
+    """The rank of this node and the address of node 0, which are missing, or not needed."""
     place = {"--node-rank": request.node_rank, "--main-address": request.main_address, "--main-port": request.main_port}
     written = " ".join(f"{option} {value}" for option, value in place.items() if value is not None)
     world, nodes = machine.world, request.num_nodes
@@ -146,7 +146,7 @@ def strategy_against_the_launcher(strategy: Strategy, word: str, request: Reques
         other = f"`launcher={request.launcher!r}` was written" if is_other else None
     if other is None:
         return None
-    # XLA has no strategy that leaves it open: its replicas have one launcher.
+    # No strategy over XLA leaves the launcher open.
     another = "" if strategy.marks_steps else ", or a strategy that leaves the launcher open, such as 'ddp'"
     return (
         f"`strategy={word}` starts its processes by {' or '.join(map(repr, own))}, but {other}. Choose one of the two"
@@ -165,7 +165,7 @@ def sanitize_against_the_strategy(strategy: Strategy, word: str, request: Reques
 
 
 def accelerator_against_the_precision(accelerator: Accelerator, precision: Precision) -> str | None:
-    """A dtype that the device lacks. Source: Metal has no double; torch raises "doesn't support float64"."""
+    """A dtype that the device does not support. Source: Metal has no double; torch raises "doesn't support float64"."""
     if accelerator.name != "mps" or precision.name != "64-true":
         return None
     return (

@@ -159,9 +159,9 @@ def _has_met_others() -> bool:
 
 
 def _current_device() -> int | None:
-    """Asks only a device that is open: opening it here could break a later fork."""
+    """Reads the index only if the device is open: opening it here could break a later fork."""
     accelerator = torch.accelerator.current_accelerator(check_available=False)
-    if accelerator is None or accelerator.type == "mps":  # which has one
+    if accelerator is None or accelerator.type == "mps":  # MPS has one device
         return None
     is_open = torch.get_device_module(accelerator).is_initialized()
     return torch.accelerator.current_device_index() if is_open else None

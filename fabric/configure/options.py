@@ -1,6 +1,6 @@
 """Parsing of each argument of `Fabric(...)` and each option of `fabric run`, by the same functions.
 
-Every function takes the value, and `written`: the source text, for the error. Imports no torch, so that `fabric run`
+Each function takes the value and its source text, `written`, for the error. Imports no torch, so that `fabric run`
 refuses a wrong value before anything starts.
 """
 
@@ -51,13 +51,13 @@ def _numbers(text: str) -> int | list[int] | None:
 
 
 def read_seconds(value: Any, written: str) -> float:
-    """Parse a time in seconds, above 0."""
+    """Parse a duration in seconds, above 0."""
     try:
         seconds = float(value)
     except (TypeError, ValueError):
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise ValueError(f"`{written}` is no time. Write a number of seconds above 0.")
+        raise ValueError(f"`{written}` is not a duration. Write a number of seconds above 0.")
     return seconds
 
 
@@ -76,7 +76,7 @@ def read_sanitize(value: object, written: str) -> Literal["start", "always", Fal
 def read_word(value: object, written: str) -> str:
     """Parse a name, which is looked up later."""
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"`{written}` is no name. Write one, or leave it out.")
+        raise ValueError(f"`{written}` is not a name. Write one, or leave it out.")
     return value
 
 

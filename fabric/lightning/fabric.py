@@ -56,7 +56,7 @@ class Fabric:
     ) -> None:
         arguments = core_arguments(accelerator, strategy, devices, num_nodes, precision, plugins, callbacks)
         self.core = CoreFabric(**arguments, loggers=loggers, **core_options)
-        self.core.draws_apart = False  # as there
+        self.core.draws_apart = False  # as in Lightning Fabric
         known = strategy if isinstance(strategy, Strategy) else strategy_of(self.core.strategy)
         self._strategy = known.within(self.core)
         self._callbacks: list[Any] = [*_several(callbacks)]
@@ -235,7 +235,7 @@ class Fabric:
         loaders = list(result) if len(dataloaders) > 1 else [result]
         for loader in loaders:
             if isinstance(loader, _FabricDataLoader):
-                loader.numbers_samplers = True  # as there
+                loader.numbers_samplers = True  # as in Lightning Fabric
                 loader.seed_workers_by_rank(self.global_rank)
         return loaders if len(dataloaders) > 1 else result
 
@@ -436,7 +436,7 @@ class Fabric:
 
 
 def _run(core: CoreFabric, fabric: Fabric, function: Callable[..., T], args: Any, kwargs: Any) -> T:
-    """What a rank runs that ends with the function."""
+    """Run the launched function, in a rank that ends after it."""
     fabric.core = core
     fabric._strategy = fabric._strategy.within(core)
     return function(fabric, *args, **kwargs)
@@ -453,7 +453,7 @@ def _several(objects: Any) -> Sequence[Any]:
 def _accepted(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     try:
         parameters = inspect.signature(method).parameters
-    except (TypeError, ValueError):  # it is not written in Python
+    except (TypeError, ValueError):  # the method is not written in Python
         return kwargs
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return kwargs

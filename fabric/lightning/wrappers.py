@@ -60,8 +60,8 @@ class _FabricModule(nn.Module):
             self._marked.add(method if isinstance(method, str) else method.__name__)
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """With floating outputs in the default dtype, and inputs of float64 too under mixed precision, unless the
-        precision is "32-true"."""
+        """Call a method of the module. Floating outputs are converted to the default dtype, and under mixed precision
+        inputs of float64 are, too; under "32-true" nothing is converted."""
         if not self._is_converted:
             return method(*args, **kwargs)
         if self._is_mixed:
@@ -123,7 +123,7 @@ class _FabricModule(nn.Module):
             return getattr(next(floating, torch.empty(0)), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_forward_module" not in self.__dict__ or name in _ITS_OWN:
+        if "_forward_module" not in self.__dict__ or name in _OWN_ATTRIBUTES:
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
@@ -135,13 +135,13 @@ class _FabricModule(nn.Module):
         return f"_FabricModule({self._forward_module!r})"
 
 
-_ITS_OWN = frozenset(vars(nn.Module())) - {"training"}
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 """The attributes that `nn.Module.__init__` sets: hooks, and the dicts of parameters, buffers and modules."""
 
 
 @final
 class AfterStep:
-    """A step hook of a prepared optimizer: calls `on_after_optimizer_step` of the callbacks that have it."""
+    """The step hook of a prepared optimizer: calls `on_after_optimizer_step` of the callbacks that have it."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric

@@ -16,7 +16,7 @@ def call(callbacks: Sequence[object], hook: str, /, *args: Any, **kwargs: Any) -
 
 
 def methods(callbacks: Sequence[object], hook: str) -> Iterator[Callable[..., Any]]:
-    """The method of each callback that has it, in order. Raises: TypeError: an attribute of this name is no method."""
+    """The method of each callback that has it, in order. Raises: TypeError: the attribute is not a method."""
     for callback in callbacks:
         method = getattr(callback, hook, None)
         if method is not None and not callable(method):

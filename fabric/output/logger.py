@@ -36,7 +36,7 @@ def metric_writer(logger: object) -> Callable[..., Any]:
 
 
 def report_open_run(modules: Mapping[str, Any]) -> None:
-    """Say, in the process that starts the ranks, that a run of Weights & Biases is open. `modules`: those imported."""
+    """Warn, in the process that starts the ranks, of an open run of Weights & Biases. `modules`: `sys.modules`."""
     if getattr(modules.get("wandb"), "run", None) is not None:
         logging.getLogger("fabric").warning(
             "`wandb.init()` ran before `fabric.launch()`, in a process that is no rank, and ranks that run the script "

@@ -92,7 +92,7 @@ class _Display:
         self._bars.start()
 
     def draw(self) -> None:
-        """Show how far it is."""
+        """Show the position."""
         self._items_drawn = self.items
         self._bars.update(self._task, completed=self.items)
         task = self._bars.tasks[0]
@@ -103,7 +103,7 @@ class _Display:
             print(f"{lead}{line}", file=self._console.file, flush=True)
 
     def close(self) -> None:
-        """Show it for the last time, and restore the terminal. A second call does nothing."""
+        """Show the last position, and restore the terminal. A second call does nothing."""
         if self._items_drawn != self.items:
             self.draw()
         self._bars.stop()

@@ -39,13 +39,13 @@ def cases() -> tuple[Case, ...]:
     return _CASES
 
 
-def _case(name: str, claim: str, body: Body, *needs: Capability, by_share: bool = False) -> Case:
-    return Case(name=name, claim=claim, body=body, needs=needs, by_share=by_share)
+def _case(body: Body, claim: str, *needs: Capability, name: str = "") -> Case:
+    return Case(name=name or body.__name__, claim=claim, body=body, needs=needs)
 
 
 def _trained(name: str, claim: str, *needs: Capability, by_share: bool = False, **recipe: object) -> Case:
     body = partial(train, recipe=Recipe(**recipe))  # type: ignore[arg-type]
-    return _case(name, claim, body, *needs, by_share=by_share)
+    return Case(name=name, claim=claim, body=body, needs=needs, by_share=by_share)
 
 
 _CASES = (
@@ -54,11 +54,9 @@ _CASES = (
     _trained("groups", "two parameter groups, with a learning-rate schedule", groups=True, optimizer="adamw"),
     _trained("accumulate", "gradient accumulation over three micro-batches", "accumulate", accumulate=3),
     _case(
-        "repeated_backward",
-        "several synchronised backwards before a step, with parameters of down to one element",
-        loops.repeated_backward,
+        loops.repeated_backward, "several synchronised backwards before a step, with parameters of down to one element"
     ),
-    _case("scalars", "a 0-dim parameter", partial(loops.repeated_backward, scalar=True), "scalars"),
+    _case(partial(loops.repeated_backward, scalar=True), "a 0-dim parameter", "scalars", name="scalars"),
     _trained("clip_norm", "gradients clipped by their norm", "clip_norm", clip="norm"),
     _trained("clip_value", "gradients clipped by value", "clip_value", clip="value"),
     _trained(
@@ -71,69 +69,53 @@ _CASES = (
         optimizer="adamw",
     ),
     _case(
-        "weights",
+        loops.weights,
         "gradient accumulation of losses with `weight=`, then clipping by norm",
-        loops.weighted,
         "accumulate",
         "clip_norm",
     ),
+    _case(loops.not_finite, "clipping raises if the norm is not finite, unless that is disabled", "clip_norm"),
+    _case(loops.guard, "steps whose gradients are not finite are skipped", "clip_norm"),
     _case(
-        "not_finite",
-        "clipping raises if the norm is not finite, unless that is disabled",
-        loops.not_finite,
-        "clip_norm",
-    ),
-    _case("guard", "steps whose gradients are not finite are skipped", loops.guarded, "clip_norm"),
-    _case(
-        "zero_grad",
-        "`zero_grad` before or after forward, of the model, of the optimizer, or in a loop over parameters",
         loops.zero_grad,
+        "`zero_grad` before or after forward, of the model, of the optimizer, or in a loop over parameters",
     ),
-    _case("discard", "gradients discarded within an accumulation window", loops.discard, "accumulate"),
-    _case("evaluate_between", "an evaluation between backward and step", loops.evaluate_between, "evaluate"),
-    _case("dropout", "dropout and noise differ between shares of the data, after one seed", loops.dropout),
-    _case("closure", "steps with a closure", loops.closure, "closure"),
+    _case(loops.discard, "gradients discarded within an accumulation window", "accumulate"),
+    _case(loops.evaluate_between, "an evaluation between backward and step", "evaluate"),
+    _case(loops.dropout, "dropout and noise differ between shares of the data, after one seed"),
+    _case(loops.closure, "steps with a closure", "closure"),
     _trained(
         "tied", "an embedding whose weight is tied to the output layer", "tied", kinds=("tied",), optimizer="adamw"
     ),
     _trained("frozen", "a layer that is not trained", "frozen", kinds=("frozen",), groups=True),
     _trained("buffers", "BatchNorm over each share of the data", "buffers", by_share=True, kinds=("batch_norm",)),
     _case(
-        "copies",
-        "a target network and an average of weights, copied from a prepared model",
         loops.copies,
+        "a target network and an average of weights, copied from a prepared model",
         "copies",
         "several_models",
     ),
-    _case(
-        "moving_average",
-        "a moving average of the weights, evaluated, saved and loaded between steps",
-        loops.moving_average,
-        "ema",
-    ),
-    _case("written_weights", "whole weights that are written between steps", loops.written_weights),
+    _case(loops.moving_average, "a moving average of the weights, evaluated, saved and loaded between steps", "ema"),
+    _case(loops.written_weights, "whole weights that are written between steps"),
     _trained("unused", "a layer that is unused in every second step", "unused", kinds=("spare",)),
     _trained("methods", "a loss computed by another method of the model than forward", "methods", by_method=True),
-    _case("policy", "a forward that returns a distribution, for a loss of its attributes", loops.policy),
+    _case(loops.policy, "a forward that returns a distribution, for a loss of its attributes"),
     _trained("later_optimizers", "an optimizer constructed after setup", "later_optimizers", later=True),
-    _case("several_optimizers", "two optimizers of one model", loops.two_optimizers, "several_optimizers", "clip_norm"),
+    _case(loops.several_optimizers, "two optimizers of one model", "several_optimizers", "clip_norm"),
+    _case(loops.several_models, "a generator against a critic, two optimizers", "several_models"),
+    _case(loops.joint_backward, "one loss through two models", "several_models", "joint_backward"),
     _case(
-        "several_models", "a generator against a critic, two optimizers", loops.generator_and_critic, "several_models"
-    ),
-    _case("joint_backward", "one loss through two models", loops.encoder_and_head, "several_models", "joint_backward"),
-    _case(
-        "joint_optimizer",
+        partial(loops.joint_backward, one_optimizer=True),
         "one loss through two models, one optimizer",
-        partial(loops.encoder_and_head, one_optimizer=True),
         "several_models",
         "joint_backward",
         "joint_optimizer",
         "later_optimizers",
+        name="joint_optimizer",
     ),
     _case(
-        "bare_parameters",
-        "parameters that are in no module, with gradient accumulation and clipping",
         loops.bare_parameters,
+        "parameters that are in no module, with gradient accumulation and clipping",
         "bare_parameters",
         "accumulate",
         "clip_norm",
@@ -141,40 +123,29 @@ _CASES = (
     ),
     _trained("compile", "`torch.compile` after setup", "compile", compile="after", kinds=("rotary",)),
     _trained("compile_before", "`torch.compile` before setup", "compile_before", compile="before", kinds=("rotary",)),
-    _case("evaluate", "evaluation of a model without an optimizer", loops.evaluate, "evaluate"),
+    _case(loops.evaluate, "evaluation of a model without an optimizer", "evaluate"),
     _case(
-        "gather_for_metrics",
+        loops.gather_for_metrics,
         "values of each sample and token in an evaluation, once and in order",
-        loops.gather_values,
         "evaluate",
         "uneven",
     ),
+    _case(loops.empty_init, "a model constructed without values, which then loads a checkpoint", "empty_init", "load"),
     _case(
-        "empty_init",
-        "a model constructed without values, which then loads a checkpoint",
-        loops.empty,
-        "empty_init",
-        "load",
+        partial(loops.resume, with_optimizer=False), "weights from a checkpoint of plain PyTorch", "load", name="load"
     ),
-    _case("load", "weights from a checkpoint of plain PyTorch", partial(loops.resume, with_optimizer=False), "load"),
     _case(
-        "optimizer_state",
-        "weights and moments from a checkpoint of plain PyTorch",
         partial(loops.resume, with_optimizer=True),
+        "weights and moments from a checkpoint of plain PyTorch",
         "load",
         "optimizer_state",
+        name="optimizer_state",
     ),
-    _case("state_dict", "the unsharded state in memory, on every rank, as in plain PyTorch", loops.in_memory, "save"),
-    _case("uneven", "a smaller last batch", loops.uneven_batches, "uneven"),
-    _case("uneven_stream", "a stream with more batches on one rank", loops.uneven_stream),
-    _case(
-        "evaluate_stream",
-        "an evaluation of a stream with more batches on one rank",
-        loops.evaluate_stream,
-        "evaluate",
-        "uneven",
-    ),
-    _case("loaders_first", "random numbers drawn after loaders were set up", loops.loaders_first),
-    _case("gather_gradients", "a loss over the outputs of all ranks", loops.contrastive, "gather_gradients"),
-    _case("collective", "every operation of the strategy's collective", run_operations, "collective"),
+    _case(loops.state_dict, "the unsharded state in memory, on every rank, as in plain PyTorch", "save"),
+    _case(loops.uneven, "a smaller last batch", "uneven"),
+    _case(loops.uneven_stream, "a stream with more batches on one rank"),
+    _case(loops.evaluate_stream, "an evaluation of a stream with more batches on one rank", "evaluate", "uneven"),
+    _case(loops.loaders_first, "random numbers drawn after loaders were set up"),
+    _case(loops.gather_gradients, "a loss over the outputs of all ranks", "gather_gradients"),
+    _case(run_operations, "every operation of the strategy's collective", "collective", name="collective"),
 )

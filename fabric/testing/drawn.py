@@ -187,7 +187,7 @@ class Trial:
     batch_size: int
     """The batch size of this loop's loaders."""
     least_tail: int
-    """The smallest number of samples in a last step that all shares get some of."""
+    """The smallest number of samples in a last step that gives every share a sample."""
     compiler: str | None = "eager"
     """The backend of `torch.compile`; None: nothing is compiled."""
     lacks: frozenset[Capability] = frozenset()
@@ -202,7 +202,7 @@ class Trial:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which losses are computed."""
+        """The dtype in which losses are computed."""
         return self.precision.param_dtype
 
     def draw(self, name: str) -> random.Random:
@@ -246,7 +246,7 @@ class Trial:
         return make_optimizer([{"params": list(module.parameters())}], word)
 
     def loader(self, num_steps: int = 4, tail: int = 0) -> DataLoader[tuple[Tensor, ...]]:
-        """Shuffled `(tokens, targets, index)`, for `steps` steps of all shares and `tail` samples more."""
+        """Shuffled `(tokens, targets, index)`, for `num_steps` steps of all shares and `tail` samples more."""
         total = num_steps * self.step_size + tail
         generator = self.generator("data")
         tokens = torch.randint(self.sizes.vocabulary, (total, self.sizes.length), generator=generator)

@@ -101,7 +101,7 @@ def train(loop: Loop, trial: Trial, recipe: Recipe) -> Outcome:
     return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses, norms)
 
 
-def weighted(loop: Loop, trial: Trial) -> Outcome:
+def weights(loop: Loop, trial: Trial) -> Outcome:
     """Accumulation windows, the last one shorter, of samples with or without weights."""
     run = Run(loop, trial, optimizer="adamw")
     draw = trial.draw("windows")
@@ -256,7 +256,7 @@ def not_finite(loop: Loop, trial: Trial) -> Outcome:
     return run.finished()
 
 
-def guarded(loop: Loop, trial: Trial) -> Outcome:
+def guard(loop: Loop, trial: Trial) -> Outcome:
     """The loss of one sample is not finite in some steps, clipped or not: these steps change nothing on any rank."""
     loop.guard_gradients("skip")
     run = Run(loop, trial, optimizer="adamw")
@@ -275,35 +275,26 @@ def guarded(loop: Loop, trial: Trial) -> Outcome:
     return run.finished()
 
 
-def generator_and_critic(loop: Loop, trial: Trial) -> Outcome:
+def several_models(loop: Loop, trial: Trial) -> Outcome:
     """Two adversarial models, each with an optimizer and a loss."""
     width = trial.sizes.width
-    generator = trial.layers(width, width, "generator")
-    critic = trial.layers(width, 1, "critic")
-    generator, generator_optimizer = loop.setup(generator, trial.optimizer(generator, "adamw"))
-    critic, critic_optimizer = loop.setup(critic, trial.optimizer(critic))
-    losses = []
-    for tokens, _, _ in loop.setup_dataloaders(trial.loader()):
+    generator = Run(loop, trial, trial.layers(width, width, "generator"), "adamw")
+    critic = Run(loop, trial, trial.layers(width, 1, "critic"))
+    for tokens, _, _ in critic.batches():
         real, noise = features(trial, tokens)
-        fake = generator(noise).to(trial.dtype)
-        scores = critic(torch.cat([real, fake.detach()])).to(trial.dtype)
-        critic_loss = softplus(-scores[: len(real)]).mean() + softplus(scores[len(real) :]).mean()
-        critic_optimizer.zero_grad()
-        loop.backward(critic_loss, model=critic)
-        critic_optimizer.step()
-        generator_loss = softplus(-critic(fake).to(trial.dtype)).mean()
-        generator_optimizer.zero_grad()
-        loop.backward(generator_loss, model=generator)
-        generator_optimizer.step()
-        losses += [mean(loop, critic_loss), mean(loop, generator_loss)]
-    return finished(
-        loop,
-        trial,
-        {"generator": generator, "critic": critic},
-        {"generator_optimizer": generator_optimizer, "critic_optimizer": critic_optimizer},
-        losses,
-        inputs=dict.fromkeys(("generator", "critic"), torch.ones(2, width, dtype=trial.dtype)),
-    )
+        fake = generator.model(noise).to(trial.dtype)
+        scores = critic.model(torch.cat([real, fake.detach()])).to(trial.dtype)
+        critic.optimizer.zero_grad()
+        critic.backward(softplus(-scores[: len(real)]).mean() + softplus(scores[len(real) :]).mean())
+        critic.optimizer.step()
+        generator_loss = softplus(-critic.model(fake).to(trial.dtype)).mean()
+        generator.optimizer.zero_grad()
+        generator.backward(generator_loss)
+        generator.optimizer.step()
+    models = {"generator": generator.model, "critic": critic.model}
+    optimizers = {"generator_optimizer": generator.optimizer, "critic_optimizer": critic.optimizer}
+    inputs = dict.fromkeys(models, torch.ones(2, width, dtype=trial.dtype))
+    return finished(loop, trial, models, optimizers, critic.losses + generator.losses, inputs=inputs)
 
 
 @final
@@ -328,7 +319,7 @@ def policy(loop: Loop, trial: Trial) -> Outcome:
     return run.finished(inputs={"model": torch.ones(2, trial.sizes.width, dtype=trial.dtype)})
 
 
-def encoder_and_head(loop: Loop, trial: Trial, one_optimizer: bool = False) -> Outcome:
+def joint_backward(loop: Loop, trial: Trial, one_optimizer: bool = False) -> Outcome:
     """One loss through two models, with an optimizer each or one for both."""
     encoder: nn.Module = trial.layers(trial.sizes.width, trial.sizes.hidden, "encoder")
     head: nn.Module = trial.layers(trial.sizes.hidden, trial.sizes.vocabulary, "head")
@@ -385,7 +376,7 @@ def bare_parameters(loop: Loop, trial: Trial) -> Outcome:
     return found
 
 
-def two_optimizers(loop: Loop, trial: Trial) -> Outcome:
+def several_optimizers(loop: Loop, trial: Trial) -> Outcome:
     """Two optimizers for the matrices and vectors of one model, whose gradients are clipped together, or of one."""
     net = trial.net()
     matrices, vectors = halves(net)
@@ -476,25 +467,31 @@ def evaluate(loop: Loop, trial: Trial) -> Outcome:
     return finished(loop, trial, {"model": model}, {}, losses)
 
 
-def gather_values(loop: Loop, trial: Trial) -> Outcome:
+def gather_for_metrics(loop: Loop, trial: Trial) -> Outcome:
     """Values of each sample and of each token, from all ranks, of an epoch whose last batches are smaller."""
     model = loop.setup_module(trial.net()).eval()
     size = trial.draw("tail").randint(trial.least_tail, trial.step_size - 1)
     outputs: dict[str, Tensor] = {}
     for number, tail in enumerate((0, size)):
         loader = loop.setup_dataloaders(trial.loader(num_steps=2, tail=tail))
-        values = []
-        with torch.no_grad():
-            for tokens, targets, index in loader:
-                losses = cross_entropy(model(tokens).to(trial.dtype), targets, reduction="none")
-                values.append({"losses": losses, "index": index, "tokens": tokens[tokens > 1]})
-        of_all = loop.gather_for_metrics(values, loader)
+        of_all = _gathered_values(loop, trial, model, loader)
         assert of_all["index"].sort().values.tolist() == list(range(2 * trial.step_size + tail)), of_all["index"]
         outputs.update({f"{name} {number}": value for name, value in of_all.items()})
     return Outcome(losses=[], outputs=outputs)
 
 
-def empty(loop: Loop, trial: Trial) -> Outcome:
+def _gathered_values(loop: Loop, trial: Trial, model: nn.Module, loader: Any) -> dict[str, Tensor]:
+    """The loss and the index of each sample of an evaluation, and tokens, of which a sample has any number."""
+    values = []
+    with torch.no_grad():
+        for tokens, targets, index in loader:
+            losses = cross_entropy(model(tokens).to(trial.dtype), targets, reduction="none")
+            values.append({"losses": losses, "index": index, "tokens": tokens[tokens > 1]})
+    gathered: dict[str, Tensor] = loop.gather_for_metrics(values, loader)
+    return gathered
+
+
+def empty_init(loop: Loop, trial: Trial) -> Outcome:
     """A model that is constructed without values, and loads a checkpoint before it is trained."""
     with folder(loop) as path:
         loop.save(f"{path}/weights", {"model": trial.net()})
@@ -531,7 +528,7 @@ def resume(loop: Loop, trial: Trial, with_optimizer: bool) -> Outcome:
     return run.finished()
 
 
-def in_memory(loop: Loop, trial: Trial) -> Outcome:
+def state_dict(loop: Loop, trial: Trial) -> Outcome:
     """The unsharded state in memory, on every rank, as plain tensors that later steps do not change."""
     net = trial.net("net", **{kind: True for kind in ("tied", "frozen") if kind not in trial.lacks})
     run = Run(loop, trial, net, "adamw")
@@ -559,7 +556,7 @@ def _tensors(nest: Any) -> list[Tensor]:
     return [tensor for each in inner for tensor in _tensors(each)]
 
 
-def uneven_batches(loop: Loop, trial: Trial) -> Outcome:
+def uneven(loop: Loop, trial: Trial) -> Outcome:
     """Batches of different sizes: gradients are means over all samples of a step, and each sample is read once."""
     run = Run(loop, trial)
     size = trial.draw("tail").randint(trial.least_tail, trial.step_size - 1)
@@ -582,8 +579,8 @@ def uneven_batches(loop: Loop, trial: Trial) -> Outcome:
 
 
 class _InParts(IterableDataset[tuple[Tensor, ...]]):
-    """An iterable of batches that differ between shares; the first share has `more` batches, and so has the whole
-    stream if they are new."""
+    """A stream whose batches are split between shares. The first share also has the batches of `more`; one share alone
+    has them if they are `new`."""
 
     def __init__(self, batches: Sequence[tuple[Tensor, ...]], more: Sequence[tuple[Tensor, ...]], *, new: bool) -> None:
         self.batches, self.more, self.new = batches, more, new
@@ -624,12 +621,7 @@ def evaluate_stream(loop: Loop, trial: Trial) -> Outcome:
     batches = _batches(trial, 4)
     loader = DataLoader(_InParts(batches[:2], batches[2:], new=True), batch_size=None)
     validate = loop.setup_dataloaders(loader, use="validate", uneven="repeat")
-    values = []
-    with torch.no_grad():
-        for tokens, targets, index in validate:
-            losses = cross_entropy(model(tokens).to(trial.dtype), targets, reduction="none")
-            values.append({"losses": losses, "index": index})
-    of_all = loop.gather_for_metrics(values, validate)
+    of_all = _gathered_values(loop, trial, model, validate)
     order = of_all["index"].sort()  # each rank has a part of the stream
     assert order.values.tolist() == list(range(4 * trial.step_size)), of_all["index"]
     return Outcome(losses=of_all["losses"][order.indices].tolist())
@@ -651,7 +643,7 @@ def loaders_first(loop: Loop, trial: Trial) -> Outcome:
     return Outcome(losses=[*drawn, *torch.rand(3, generator=loader.generator).tolist()])
 
 
-def contrastive(loop: Loop, trial: Trial) -> Outcome:
+def gather_gradients(loop: Loop, trial: Trial) -> Outcome:
     """A contrastive loss of each sample against those of all ranks, with gradients through the all-gather."""
     run = Run(loop, trial)
     for tokens, _, _ in run.batches():

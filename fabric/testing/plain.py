@@ -82,7 +82,7 @@ class _Exchange:
 
 @final
 class _PlainLoop:
-    """The methods of one thread."""
+    """The methods of a `Fabric`, for one thread."""
 
     def __init__(self, table: _Exchange, index: int, precision: Precision, device: torch.device) -> None:
         self.world_size, self.global_rank, self.is_global_zero = table.num_copies, index, index == 0
@@ -127,7 +127,7 @@ class _PlainLoop:
         return obj.to(self._device) if isinstance(obj, (Tensor, nn.Module)) else obj  # type: ignore[return-value]
 
     def accumulate(self, batches: Iterable[T], num_batches: int, *models: nn.Module) -> Iterator[Iterable[T]]:
-        """Lists of `number` batches, the last one shorter."""
+        """Lists of `num_batches` batches, the last one shorter."""
         remaining = iter(batches)
         while window := list(islice(remaining, num_batches)):
             yield self._window(window)

@@ -53,8 +53,8 @@ class ModelParallelStrategy(ParallelStrategy):
     def device_mesh(self) -> DeviceMesh | None:
         """The ranks along `data_parallel` and `tensor_parallel`."""
         mesh = self._within.device_mesh
-        is_the_core_s = "_sizes" not in vars(self)  # its function uses the core's names of the axes
-        return mesh if mesh is None or is_the_core_s else with_names(mesh)
+        has_core_axes = "_sizes" not in vars(self)  # made by the core's name, whose function uses the core's axes
+        return mesh if mesh is None or has_core_axes else with_names(mesh)
 
 
 @final

@@ -34,8 +34,8 @@ class Throughput:
     ) -> None:
         if world_size < 1 or window_size < 2:
             raise ValueError(
-                f"`Throughput(world_size={world_size}, window_size={window_size})`: there is a rank or more, and a "
-                "window holds two updates or more."
+                f"`Throughput(world_size={world_size}, window_size={window_size})`: write a `world_size` from 1, and "
+                "a `window_size` from 2."
             )
         self.available_flops = available_flops
         self.world_size = world_size
@@ -52,8 +52,8 @@ class Throughput:
         update = _Update(time=time, batches=batches, samples=samples, lengths=lengths, flops=flops)
         if samples < batches or (lengths is not None and lengths < samples):
             raise ValueError(
-                f"`update(batches={batches}, samples={samples}, lengths={lengths})`: a batch has a sample or more, and "
-                "a sample an item or more."
+                f"`update(batches={batches}, samples={samples}, lengths={lengths})`: `samples` is at least `batches`, "
+                "and `lengths` at least `samples`. Pass all counts since the beginning."
             )
         if self._window:
             for name in ("time", "batches", "samples", "lengths"):

@@ -113,7 +113,11 @@ def test_the_exit_code_is_the_scripts(tmp_path: Path) -> None:
         (("--num-nodes", "0"), "`--num-nodes 0` is out of range. Write a whole number from 1."),
         (("--node-rank", "-1"), "`--node-rank -1` is out of range. Write a whole number from 0."),
         (("--main-port", "http"), "`--main-port http` is out of range. Write a whole number from 1."),
-        (("--main-address", ""), "`--main-address ` is no name. Write one, or leave it out."),
+        (("--main-address", ""), "`--main-address ` is not a name. Write one, or leave it out."),
+        (
+            ("--timeout-seconds", "soon"),
+            "`--timeout-seconds soon` is not a duration. Write a number of seconds above 0.",
+        ),
         (("--max-restarts", "-1"), "`--max-restarts -1` is out of range. Write a whole number from 0."),
         (("--launcher", "mpi"), "`--launcher mpi` is not known. Write one of 'auto', 'script', "),
     ],

@@ -79,7 +79,7 @@ def test_every_form_of_devices_is_read(written: object, read: object) -> None:
         ),
         ("launcher", "inline", ValueError, "`launcher='inline'` is not known."),
         ("deterministic", "yes", ValueError, "`deterministic='yes'` is not known. Write one of True, False, 'warn'."),
-        ("strategy", "", ValueError, "`strategy=''` is no name. Write one, or leave it out."),
+        ("strategy", "", ValueError, "`strategy=''` is not a name. Write one, or leave it out."),
         ("strategy", DDPStrategy, TypeError, "is neither a name nor an instance of `Strategy`. Pass one of them."),
         ("strategy", 3, TypeError, "`strategy=3` is neither a name nor an instance of `Strategy`."),
         ("accelerator", CPUAccelerator, TypeError, "nor an instance of `Accelerator`. Pass one of them."),

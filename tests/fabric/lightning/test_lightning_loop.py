@@ -303,6 +303,10 @@ def test_throughput_is_of_the_window_and_of_all_ranks(fabric: Fabric) -> None:
     }
     with pytest.raises(ValueError, match=r"`update\(time=2\.0\)` after 3\.0: counts are since the beginning"):
         monitor.update(time=2.0, batches=4, samples=16)
+    with pytest.raises(ValueError, match="`samples` is at least `batches`, and `lengths` at least `samples`"):
+        monitor.update(time=4.0, batches=4, samples=3)
+    with pytest.raises(ValueError, match="write a `world_size` from 1, and a `window_size` from 2"):
+        ThroughputMonitor(fabric, window_size=1)
     with torch.device("meta"):
         net = nn.Linear(4, 8, bias=False)
         assert measure_flops(net, lambda: net(torch.empty(2, 4))) == 2 * 2 * 4 * 8
