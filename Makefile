@@ -92,7 +92,7 @@ test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the pr
 # torch alone may be out of reach: whatever else fails, fails.
 device:  ## What test-device and test-today need; PyPI's newest torch, 526 MB, is downloaded once
 	@if $(MAKE) $(DEVICE)/torch.done; then $(MAKE) $(DEVICE)/test.done; \
-	else echo 'test-device and test-today are skipped: the CUDA build of torch, 526 MB from PyPI, is not to be had here'; fi
+	else echo 'test-device, test-today and the start in bench are skipped: the CUDA build of torch, 526 MB from PyPI, is not to be had here'; fi
 
 test-device: device  ## Tests on CUDA and NCCL, pretended on a machine without a GPU (tests/device/README.md)
 test-device-thorough: device  ## The strategies and cases that test-device leaves out
@@ -127,7 +127,7 @@ others: test-examples test-clients test-xla test-horovod test-clusters lint  ## 
 
 check: test-thorough test-today test-kernels test-device test-device-thorough others  ## All of these; --jobs 2 runs two of them at a time
 
-bench: $(RUN)/bench.done  ## Ratios against raw PyTorch, and against others where they are installed
+bench: $(RUN)/bench.done device  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)
 
 numbers: environment  ## The suite over every strategy; writes the table of docs/numbers.md

@@ -34,6 +34,11 @@ def make_discriminator() -> nn.Module:
     )
 
 
+def make_noise(fabric: Fabric, count: int, generator: torch.Generator) -> Tensor:
+    """Noise `(count, 32)`. Every rank draws for all ranks and keeps its rows: the numbers are those of one process."""
+    return torch.randn(fabric.world_size, count, NUM_NOISE, generator=generator)[fabric.global_rank].to(fabric.device)
+
+
 def drawn(images: Tensor) -> str:
     """Images as text, side by side."""
     shades = " .:-=+*#%@"
@@ -66,10 +71,11 @@ def main() -> None:
     )
     images = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1
     loader = fabric.setup_dataloaders(DataLoader(TensorDataset(images), args.batch_size, shuffle=True))
+    draws = torch.Generator().manual_seed(args.seed)
 
     for _ in fabric.progress(range(args.epochs), "epochs"):
         for (real,) in loader:
-            fake = generator(torch.randn(len(real), NUM_NOISE, device=fabric.device))
+            fake = generator(make_noise(fabric, len(real), draws))
 
             scores = discriminator(torch.cat([real, fake.detach()]))
             truth = torch.cat([torch.full_like(scores[: len(real)], 0.9), torch.zeros_like(scores[len(real) :])])
@@ -87,7 +93,7 @@ def main() -> None:
     losses = fabric.all_reduce({"generator": generator_loss.detach(), "discriminator": discriminator_loss.detach()})
     fabric.print("  ".join(f"{name} loss {loss:.3f}" for name, loss in losses.items()))
     with torch.no_grad():
-        fabric.print(drawn(generator(torch.randn(6, NUM_NOISE, device=fabric.device))))
+        fabric.print(drawn(generator(make_noise(fabric, 6, draws))))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,13 +28,14 @@ LENGTH = 8
 FORMAT = 1
 _CHUNK = 2**18
 
-Sketch: TypeAlias = tuple[float, ...]
+Sketch: TypeAlias = Sequence[float]
 """The norm of a tensor, and the sums of its elements with random signs."""
 
 
 @torch.no_grad()
 def sketch_of(tensor: Tensor) -> Sketch:
     """See Note [Sketches]. In float64; waits for the tensor's device."""
+    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     sums, square = torch.zeros(LENGTH, dtype=torch.float64), 0.0
     for number, part in enumerate(torch.split(tensor.detach().reshape(-1), _CHUNK)):
@@ -41,7 +43,7 @@ def sketch_of(tensor: Tensor) -> Sketch:
         square += float(values.square().sum())
         signed = values * _signs(number % 16)[: values.numel()]
         sums += torch.nn.functional.pad(signed, (0, -values.numel() % LENGTH)).view(-1, LENGTH).sum(0)
-    return math.sqrt(square), *sums.tolist()
+    return [math.sqrt(square), *sums.tolist()]
 
 
 @lru_cache(maxsize=16)
@@ -69,13 +71,13 @@ def _product(one: Sketch, other: Sketch) -> float:
     return sum(a * b for a, b in zip(one[1:], other[1:], strict=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RankFacts:
-    """What one rank saw in one step."""
+    """What one rank sees in one step, while it sees it."""
 
     num_samples: int = 0
     """Of the batches of prepared loaders."""
-    counts: Mapping[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     """Of integer tensors in the batches: how many elements are neither -100 nor 0, by the place in the batch."""
     shapes: Sequence[Sequence[int]] = ()
     """The shapes of the batches' tensors, without the first dimension."""
@@ -84,9 +86,9 @@ class RankFacts:
     draws: bool = False
     """Whether random numbers were drawn between the last batch and the backward."""
     num_batches: int = 0
-    changed: Sequence[str] = ()
+    changed: list[str] = field(default_factory=list)
     """Parameters that have changed since the last step, before this one."""
-    gathers: Sequence[str] = ()
+    gathers: list[str] = field(default_factory=list)
     """The lines at which the program gathered tensors between the last batch and the backward."""
 
 
@@ -133,6 +135,12 @@ class Record:
     ended: str
     """Why the record ends: "steps", or "program" if the program ended before."""
 
+    @property
+    def samples_of_first_step(self) -> float:
+        """Of all shares; ranks that hold parts of one model read the same samples."""
+        ranks = self.steps[0].ranks if self.steps else ()
+        return sum(rank.num_samples for rank in ranks) * self.num_shares / self.num_ranks
+
     def save(self, path: Path) -> None:
         """Write the record, complete or not at all."""
         content = {"format": FORMAT, **asdict(self)}
@@ -148,24 +156,14 @@ class Record:
             if content.pop("format") != FORMAT:
                 raise ValueError("another version of torchfabric has written it")
             steps = [
-                Step(
-                    **{
-                        **step,
-                        **_sketches(step, "gradients", "weights"),
-                        "ranks": [RankFacts(**r) for r in step["ranks"]],
-                    }
-                )
+                Step(**{**step, "ranks": [RankFacts(**facts) for facts in step["ranks"]]})
                 for step in content.pop("steps")
             ]
-            return cls(**{**content, **_sketches(content, "initial"), "steps": steps})
+            return cls(**content, steps=steps)
         except FileNotFoundError:
             raise ValueError(f"`{path}` is not a file. Write the path of a record that `--save` wrote.") from None
-        except (AttributeError, EOFError, KeyError, OSError, TypeError, ValueError) as error:
+        except (AttributeError, EOFError, KeyError, OSError, TypeError, ValueError, zlib.error) as error:
             raise ValueError(f"`{path}` is no complete record of `fabric verify --save`: {error}.") from error
-
-
-def _sketches(content: Mapping[str, Any], *names: str) -> dict[str, dict[str, Sketch]]:
-    return {name: {key: tuple(value) for key, value in content[name].items()} for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,12 +179,3 @@ class Recording:
     permuted: bool = False
     """Whether the samples of each batch are permuted: what changes then is rounding."""
     keeps_dropout: bool = False
-
-    def as_option(self) -> str:
-        """As one of the options that `fabric run` passes to a program."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def of_option(cls, option: str) -> Recording:
-        """The inverse of `as_option`."""
-        return cls(**json.loads(option))

@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fabric.checks.record import Record, Step
+from fabric.checks.record import Step
 from fabric.cli.run import options_of
 from fabric.configure.run_options import program_of
-from fabric.verify.runs import ProgramError, Verdict, Verification, start_program
+from fabric.verify.runs import Verdict, Verification, ranks_in_words, start_program
 
 
 def verify(parsed: argparse.Namespace) -> int:
@@ -31,10 +31,7 @@ def verify(parsed: argparse.Namespace) -> int:
         keeps_dropout=parsed.keep_dropout,
         tolerance=parsed.tolerance,
     )
-    try:
-        verdict = verification.run(parsed.against, parsed.save)
-    except ProgramError as error:
-        raise ValueError(str(error)) from error
+    verdict = verification.run(parsed.against, parsed.save)
     if parsed.json:
         print(json.dumps(as_json(verdict)))
     else:
@@ -44,48 +41,36 @@ def verify(parsed: argparse.Namespace) -> int:
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
     """The verdict and the table as plain data."""
+    found = verdict.comparison and verdict.comparison.difference
     return {
         "equal": verdict.is_equal,
         "verdict": verdict.sentence,
         "causes": list(verdict.causes),
-        "difference": None
-        if verdict.comparison is None or verdict.comparison.difference is None
-        else asdict(verdict.comparison.difference),
+        "difference": found and asdict(found),
         "steps": [
             {"step": number, "reference": _numbers(one), "run": _numbers(other)}
-            for number, (one, other) in enumerate(_pairs(verdict), 1)
+            for number, (one, other) in enumerate(zip(verdict.reference.steps, verdict.run.steps, strict=False), 1)
         ],
     }
 
 
 def show(verdict: Verdict, console: Console) -> None:
     """Print the table, the verdict, and the causes of a difference."""
-    reference, run = verdict.reference, verdict.run
-    table = Table("step", "", _name(reference), _name(run), "difference")
-    for number, (one, other) in enumerate(_pairs(verdict), 1):
-        for place, (words, value) in enumerate(_numbers(one).items()):
-            theirs = _numbers(other)[words]
-            table.add_row(
-                "" if place else str(number), words, f"{value:.8g}", f"{theirs:.8g}", _difference(value, theirs)
-            )
+    columns = [f"{each.strategy}, {ranks_in_words(each.num_ranks)}" for each in (verdict.reference, verdict.run)]
+    table = Table("step", "", *columns, "difference")
+    for step in as_json(verdict)["steps"]:
+        for place, (words, one) in enumerate(step["reference"].items()):
+            other = step["run"][words]
+            difference = "0" if one == other else f"{abs(one - other) / (abs(one) or 1.0):.1e}"
+            table.add_row("" if place else str(step["step"]), words, f"{one:.8g}", f"{other:.8g}", difference)
     console.print(table)
-    console.print(verdict.sentence, style="bold green" if verdict.is_equal else "bold red", highlight=False)
+    console.print(
+        verdict.sentence, style="bold green" if verdict.is_equal else "bold red", highlight=False, markup=False
+    )
     for cause in verdict.causes:
         console.print(f"- {cause}", highlight=False, markup=False)
-
-
-def _pairs(verdict: Verdict) -> list[tuple[Step, Step]]:
-    return list(zip(verdict.reference.steps, verdict.run.steps, strict=False))
-
-
-def _name(record: Record) -> str:
-    return f"{record.strategy}, {record.num_ranks} rank{'s' * (record.num_ranks != 1)}"
 
 
 def _numbers(step: Step) -> dict[str, float]:
     rate = step.learning_rates[0] if step.learning_rates else 0.0
     return {"loss": step.loss, "gradient norm": step.gradient_norm, "learning rate": rate}
-
-
-def _difference(one: float, other: float) -> str:
-    return "0" if one == other else f"{abs(one - other) / (abs(one) or 1.0):.1e}"

@@ -7,6 +7,7 @@ give different values, because neither may override the other silently.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
@@ -122,7 +123,7 @@ def _recorder(option: str | bool | None, strategy: str | Strategy) -> tuple[Chec
     from fabric.checks.recorder import Recorder
 
     name = strategy if isinstance(strategy, str) else type(strategy).__name__
-    return (Recorder(Recording.of_option(str(option)), name),)
+    return (Recorder(Recording(**json.loads(str(option))), name),)
 
 
 def _several(value: object) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import permutations
 
 from fabric.checks.record import RankFacts, Record, Step, factor_of
 from fabric.strategies.tensors.parameters import name_some
@@ -14,71 +15,61 @@ def causes(reference: Record, run: Record, difference: Difference) -> list[str]:
     return list(dict.fromkeys(_causes(reference, run, difference)))
 
 
-def causes_of_chaos(reference: Record, permuted: Record) -> list[str]:
-    """Why two runs of one process, which differ in the order of samples alone, part in the first step."""
-    found = []
-    if reference.steps and permuted.steps:
-        one, two = reference.steps[0], permuted.steps[0]
-        if _reads_other_samples(one, two):
-            found.append(_OTHER_SAMPLES)
-        if any(rank.draws for rank in one.ranks):
-            found.append(_DRAWS)
-    return found
+def causes_of_chaos(one: Step, two: Step) -> list[str]:
+    """Why two runs of one process, which differ in the order of samples alone, part in this step."""
+    found = [_OTHER_SAMPLES] if _reads_other_samples(one, two) else []
+    found += [_DRAWS] if any(rank.draws for rank in one.ranks) else []
+    return found or [_CHAOS]
 
 
-def factor_in_words(reference: Record, run: Record, difference: Difference) -> str:
-    """A factor between the two, named where it is the number of ranks, or a ratio of what ranks counted."""
-    if difference.reference is None or difference.run is None:
-        return ""
+def ratio_in_words(run: Record, difference: Difference) -> str:
+    """What the tensor of the run is: a multiple of that of the reference, named where it is the number of ranks or a
+    ratio of what they count; empty: no multiple."""
     factor = factor_of(difference.reference, difference.run)
-    if factor is None or abs(factor - 1) < 5e-3:
+    if factor is None or _is_near(factor, 1):
         return ""
-    ranks = run.num_shares
-    for number, words in (
-        (ranks, f"{ranks}, the number of ranks"),
-        (1 / ranks, f"1/{ranks}, one over the number of ranks"),
-    ):
-        if abs(factor / number - 1) < 5e-3:
-            return f", {words}, times that of the reference"
-    return f", {factor:.4g} times that of the reference"
+    if _is_near(factor, run.num_shares):
+        return f"{run.num_shares} times (the number of ranks)"
+    if _is_near(factor, 1 / run.num_shares):
+        return f"1/{run.num_shares} times (one over the number of ranks)"
+    for counts in _counts(run.steps[max(difference.step, 1) - 1].ranks):
+        for one, other in permutations((*counts, sum(counts)), 2):
+            if other and _is_near(factor, one / other):
+                return f"{one}/{other} times (a ratio of the samples or tokens that the ranks have in this step)"
+    return f"{factor:.4g} times"
+
+
+def _is_near(factor: float, number: float) -> bool:
+    return abs(factor / number - 1) < 5e-3 if number else False
 
 
 def _causes(reference: Record, run: Record, difference: Difference) -> Iterator[str]:
     if difference.step == 0:
         yield _SEED
         return
-    number = difference.step - 1
-    step, other = reference.steps[number], run.steps[number]
+    step, other = reference.steps[difference.step - 1], run.steps[difference.step - 1]
     if step.learning_rates != other.learning_rates and difference.kind == "weight":
         yield _LEARNING_RATE.format(one=_rates(step), other=_rates(other))
     if other.was_skipped and not step.was_skipped:
         yield _SKIPPED
     if changed := sorted({name for rank in (*step.ranks, *other.ranks) for name in rank.changed}):
         yield _OUTSIDE.format(names=name_some(changed))
-    if _reads_other_samples(step, other):
-        yield _OTHER_SAMPLES if any(rank.num_batches for rank in step.ranks) else _NO_LOADER
-    yield from _of_gradients(reference, run, step, other, difference)
-    if not any(rank.num_batches for rank in other.ranks):
+    reads_loader = any(rank.num_batches for rank in step.ranks)
+    if reads_loader and _reads_other_samples(step, other):
+        yield _OTHER_SAMPLES
+    if not reads_loader:
         yield _NO_LOADER
-
-
-def _of_gradients(reference: Record, run: Record, step: Step, other: Step, difference: Difference) -> Iterator[str]:
     if reference.layers or run.layers:
         yield _BATCH_NORM.format(layers=", ".join(run.layers or reference.layers))
-    if not other.is_weighted:
-        for counted in _counts(other.ranks):
-            if len(set(counted)) > 1:
-                yield _UNEQUAL.format(counts=", ".join(map(str, counted)))
-                break
-    if lines := sorted({line for rank in other.ranks for line in rank.gathers if line}):
+    unequal = [counts for counts in _counts(other.ranks) if len(set(counts)) > 1]
+    if unequal and not other.is_weighted:
+        yield _UNEQUAL.format(counts=", ".join(map(str, unequal[0])))
+    if lines := sorted({line for rank in other.ranks for line in rank.gathers}):
         yield _GATHERED.format(lines=", ".join(lines))
     if any(rank.draws for rank in (*step.ranks, *other.ranks)):
         yield _DRAWS
-    ranks = run.num_shares
-    if difference.reference is not None and difference.run is not None:
-        factor = factor_of(difference.reference, difference.run)
-        if factor is not None and any(abs(factor / each - 1) < 5e-3 for each in (ranks, 1 / ranks)):
-            yield _FACTOR.format(ranks=ranks)
+    if "the number of ranks" in ratio_in_words(run, difference):
+        yield _FACTOR.format(ranks=run.num_shares)
 
 
 def _counts(ranks: Sequence[RankFacts]) -> Iterator[list[int]]:
@@ -96,7 +87,7 @@ def _reads_other_samples(step: Step, other: Step) -> bool:
     shapes = {tuple(map(tuple, rank.shapes)) for rank in (*ours, *theirs)}
     if len(shapes) != 1:
         return sum(rank.num_samples for rank in ours) != sum(rank.num_samples for rank in theirs)
-    return sum(rank.data for rank in ours) % 2**62 != sum(rank.data for rank in theirs) % 2**62
+    return sum(rank.data for rank in ours) != sum(rank.data for rank in theirs)
 
 
 def _rates(step: Step) -> str:
@@ -145,6 +136,8 @@ _OUTSIDE = (
     "values that are the same on all ranks."
 )
 _FACTOR = (
-    "The gradient is off by the number of ranks ({ranks}): a loss divided or multiplied by `fabric.world_size`, or a "
-    "gradient that is summed over the ranks once more after `fabric.backward`, which averages it."
+    "The gradient is off by the number of ranks ({ranks}): a loss divided or multiplied by `fabric.world_size`, a loss "
+    "that is a sum over samples (write `fabric.backward(loss_sum, weight=num_samples)`), or a gradient that is summed "
+    "over the ranks once more after `fabric.backward`, which averages it."
 )
+_CHAOS = "The model amplifies rounding. Compare in a higher precision, such as `--precision 64-true`."

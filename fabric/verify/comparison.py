@@ -14,17 +14,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from fabric.checks.record import Record, Sketch, Step, distance
+from fabric.checks.record import LENGTH, Record, Sketch, distance
 
 MARGIN = 16.0
 """How many times the distance of the references a run may be away: sketches estimate norms within about a half, and
 two draws of rounding errors differ by as much again."""
 UNITS = 64.0
-"""Units of the last place by which a tensor may differ, relative to its norm."""
-LARGEST_SPREAD = 0.05
-"""The relative distance of two references from which on steps are not compared: the model amplifies rounding."""
+"""Units of the last place by which a tensor may differ, relative to its norm; in half precision, 0.02 of the norm."""
+UNMEASURED = 1e-3
+"""The relative tolerance without a second reference; in half precision, eight units of the last place."""
 
 Kind: TypeAlias = Literal["initial weight", "gradient", "weight"]
+Sketches: TypeAlias = Mapping[str, Sketch]
+_ABSENT: Sketch = (0.0,) * (LENGTH + 1)
+"""A gradient that a run does not have is as good as zeros."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +38,12 @@ class Difference:
     """From 1; 0: before the first step."""
     kind: Kind
     name: str
-    reference: Sketch | None
-    """None: the reference has no such tensor."""
-    run: Sketch | None
+    reference: Sketch
+    run: Sketch
 
     @property
     def relative(self) -> float:
         """The distance over the norm of the reference."""
-        if self.reference is None or self.run is None:
-            return math.inf
         return distance(self.reference, self.run) / (self.reference[0] or 1.0)
 
 
@@ -53,49 +53,42 @@ class Comparison:
 
     num_compared: int
     """Steps in which the run was compared."""
-    difference: Difference | None
-    parted_at: int | None
-    """The step at which the two references part, so that it and later ones were not compared."""
     largest: float
     """The greatest relative difference of a tensor in the steps that were compared."""
+    difference: Difference | None = None
+    parted_at: int | None = None
+    """The step at which the two references part, so that it and later ones were not compared."""
 
 
 def compare(reference: Record, permuted: Record | None, run: Record, tolerance: float | None) -> Comparison:
     """Compare step by step, gradients before weights, parameters in the order of forward.
 
-    `permuted`: the second reference; None, where there is none: `tolerance` decides, or 1e-3.
+    `permuted`: the second reference; None, where there is none: `tolerance` decides, or `UNMEASURED`.
     """
-    steps = min(len(reference.steps), len(run.steps))
-    spreads = [] if permuted is None else [*map(_spread, reference.steps, permuted.steps)]
     eps = max(reference.eps, run.eps)
-    order = dict.fromkeys((*reference.order, *run.order))
-    places, largest = {name: place for place, name in enumerate(order)}, 0.0
-    for number in range(-1, steps):
-        is_measured = permuted is not None and tolerance is None and number >= 0
-        if is_measured and not (number < len(spreads) and spreads[number] <= LARGEST_SPREAD):
-            return Comparison(num_compared=number, difference=None, parted_at=number + 1, largest=largest)
+    is_measured = permuted is not None and tolerance is None
+    places = {name: place for place, name in enumerate(dict.fromkeys((*reference.order, *run.order)))}
+    largest = 0.0
+    for number in range(-1, min(len(reference.steps), len(run.steps))):
+        spread = _spread(reference, permuted, number) if permuted is not None and is_measured else 0.0
+        if not spread <= _largest_spread(eps):
+            return Comparison(num_compared=number, parted_at=number + 1, largest=largest)
+        if is_measured:
+            relative = MARGIN * spread + min(UNITS * eps, 0.02)
+        else:
+            relative = max(UNMEASURED, 8 * eps) if tolerance is None else tolerance
         for kind, one, two, other in _tensors(reference, permuted, run, number):
             total = math.sqrt(sum(sketch[0] ** 2 for sketch in one.values()))
             for name in sorted({*one, *other}, key=lambda name: (places.get(name, len(places)), name)):
-                if name not in one or name not in other:
-                    found = Difference(
-                        step=number + 1, kind=kind, name=name, reference=one.get(name), run=other.get(name)
-                    )
-                    if (found.reference or found.run or (0.0,))[0] == 0:
-                        continue  # a gradient of zeros, and none
-                    return Comparison(num_compared=number + 1, difference=found, parted_at=None, largest=math.inf)
-                away, norm = distance(one[name], other[name]), one[name][0]
-                if tolerance is not None or permuted is None:
-                    allowed = (1e-3 if tolerance is None else tolerance) * max(norm, 1e-2 * total)
-                else:
-                    spread = distance(one[name], two[name]) if name in two else 0.0
-                    typical = spreads[number] * norm if number >= 0 else 0.0
-                    allowed = MARGIN * max(spread, typical) + UNITS * eps * max(norm, 1e-2 * total)
-                if not away <= allowed and not _is_both_nan(one[name], other[name]):
-                    found = Difference(step=number + 1, kind=kind, name=name, reference=one[name], run=other[name])
-                    return Comparison(num_compared=number + 1, difference=found, parted_at=None, largest=found.relative)
-                largest = max(largest, away / norm if norm > 1e-2 * total else 0.0)
-    return Comparison(num_compared=steps, difference=None, parted_at=None, largest=largest)
+                ours, theirs = one.get(name, _ABSENT), other.get(name, _ABSENT)
+                away, norm = distance(ours, theirs), max(ours[0], 1e-2 * total)
+                measured = MARGIN * distance(ours, two.get(name, ours)) if is_measured else 0.0
+                is_finite = math.isfinite(ours[0]) or math.isfinite(theirs[0])  # else both steps have overflowed
+                if is_finite and not away <= max(measured, relative * norm):
+                    found = Difference(step=number + 1, kind=kind, name=name, reference=ours, run=theirs)
+                    return Comparison(num_compared=number + 1, difference=found, largest=found.relative)
+                largest = max(largest, away / norm if norm else 0.0)
+    return Comparison(num_compared=number + 1, largest=largest)
 
 
 def why_nothing(record: Record) -> str | None:
@@ -117,24 +110,30 @@ def why_nothing(record: Record) -> str | None:
     return None
 
 
-def _spread(one: Step, two: Step) -> float:
-    """The relative distance of the gradients of two references, all together."""
-    square = sum(sketch[0] ** 2 for sketch in one.gradients.values())
-    away = sum(distance(s, two.gradients[name]) ** 2 for name, s in one.gradients.items() if name in two.gradients)
+def _largest_spread(eps: float) -> float:
+    """The relative distance of two references from which on steps are not compared: it is more than rounding."""
+    return 5e-3 if eps < 1e-4 else 2e-2
+
+
+def _spread(reference: Record, permuted: Record, number: int) -> float:
+    """The relative distance of the gradients of two references, all together; infinite where one has ended."""
+    if number < 0:
+        return 0.0
+    if number >= len(permuted.steps):
+        return math.inf
+    one, two = reference.steps[number].gradients, permuted.steps[number].gradients
+    square = sum(sketch[0] ** 2 for sketch in one.values())
+    away = sum(distance(sketch, two.get(name, _ABSENT)) ** 2 for name, sketch in one.items())
     return math.sqrt(away / square) if square else 0.0
 
 
 def _tensors(
     reference: Record, permuted: Record | None, run: Record, number: int
-) -> Iterator[tuple[Kind, Mapping[str, Sketch], Mapping[str, Sketch], Mapping[str, Sketch]]]:
+) -> Iterator[tuple[Kind, Sketches, Sketches, Sketches]]:
     if number < 0:
         yield "initial weight", reference.initial, {}, run.initial
         return
     one, other = reference.steps[number], run.steps[number]
-    two = permuted.steps[number] if permuted is not None and number < len(permuted.steps) else one
+    two = one if permuted is None else permuted.steps[number]
     yield "gradient", one.gradients, two.gradients, other.gradients
     yield "weight", one.weights, two.weights, other.weights
-
-
-def _is_both_nan(one: Sketch, other: Sketch) -> bool:
-    return math.isnan(one[0]) and math.isnan(other[0])

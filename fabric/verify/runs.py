@@ -5,28 +5,30 @@ Each run is a process of its own, started like `fabric run`; a record is all tha
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from traceback import format_exception
 from typing import Any, TypeAlias
 
 from fabric.checks.record import Record, Recording
 from fabric.checks.recorder import Recorder
 from fabric.configure.run_options import ProgramId, as_variable
 from fabric.strategies.data.rng import preserved_rngs
-from fabric.verify.causes import causes, causes_of_chaos, factor_in_words
+from fabric.verify.causes import causes, causes_of_chaos, ratio_in_words
 from fabric.verify.comparison import Comparison, compare, why_nothing
 
-REFERENCE: Mapping[str, str] = {"strategy": "single_device", "devices": "1", "num_nodes": "1", "launcher": "auto"}
+REFERENCE: Mapping[str, Any] = {"strategy": "auto", "devices": 1, "num_nodes": 1, "launcher": "auto"}
 
 
-class ProgramError(RuntimeError):
+class ProgramError(ValueError):
     """The program failed before it had a record; the message has its output."""
 
 
@@ -34,10 +36,10 @@ class ProgramError(RuntimeError):
 class Verdict:
     """The result of `verify`."""
 
-    is_equal: bool
+    is_equal: bool = False
     """Whether the run has the numbers of the reference."""
     sentence: str
-    causes: Sequence[str]
+    causes: Sequence[str] = ()
     """What may explain a difference, the likeliest first."""
     reference: Record
     run: Record
@@ -52,7 +54,7 @@ Start: TypeAlias = Callable[[Options, Recording], tuple[int, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """How often and in which way a program is run."""
+    """How often and in which way a program is run. Raises: ValueError: a number is out of range."""
 
     start: Start
     options: Options
@@ -60,13 +62,27 @@ class Verification:
     keeps_dropout: bool = False
     tolerance: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(f"`steps` is {self.num_steps}. Write the number of steps to compare, from 1.")
+        if self.tolerance is not None and not 0 <= self.tolerance < 1:
+            raise ValueError(f"`tolerance` is {self.tolerance:g}. Write a part of a tensor's norm, from 0 to below 1.")
+
     def run(self, against: str | None = None, save: str | None = None) -> Verdict:
         """Run the program, and compare. `against`: a saved record, or a strategy; None: one process. `save`: a file for
         the record. Raises: ProgramError: the program failed. ValueError: a record is damaged, or of another model."""
-        known = Record.load(Path(against)) if against is not None and _is_file(against) else None
+        is_file = against is not None and (os.path.exists(against) or os.sep in against or "." in against)
+        known = Record.load(Path(str(against))) if is_file else None
+        if save is not None and not Path(save).absolute().parent.is_dir():
+            raise ValueError(f"`{save}` cannot be written: `{Path(save).parent}` is no folder. Make it first.")
         with tempfile.TemporaryDirectory(prefix="fabric-verify-") as name:
             record = partial(self._record, Path(name) / "record")
-            run = record("as asked", {"sanitize": "always", **self.options})
+            try:
+                run = record("as asked", {"sanitize": "always", **self.options})
+            except ProgramError as error:
+                if not str(error).startswith("`sanitize='always'`"):
+                    raise
+                run = record("as asked", self.options)  # the sanitizer reads no steps that XLA records
             if save is not None:
                 run.save(Path(save))
             if known is not None:
@@ -76,9 +92,12 @@ class Verification:
             if against is not None:
                 others = {**options, **self._options("devices", "num_nodes"), "strategy": against}
                 return judge(record(f"under {against}", others), None, run, self.tolerance)
-            one = {**options, **REFERENCE}
-            reference = record("in one process", one, in_place_of=run.num_shares)
-            permuted = record("in one process, permuted", one, in_place_of=run.num_shares, permuted=True)
+            one, shares = {**options, **REFERENCE}, run.num_shares
+            reference = record("in one process", one, in_place_of=shares)
+            if shares > 1 and reference.samples_of_first_step == shares * run.samples_of_first_step > 0:
+                shares = 1  # the program divides its batches by `world_size`: one process reads global ones by itself
+                reference = record("in one process", one, in_place_of=shares)
+            permuted = record("in one process, permuted", one, in_place_of=shares, permuted=True)
         return judge(reference, permuted, run, self.tolerance)
 
     def _record(self, path: Path, words: str, options: Options, **recorded: Any) -> Record:
@@ -88,12 +107,11 @@ class Verification:
             record = Record.load(path)
             path.unlink()
             return record
-        if code:
-            raise ProgramError(f"The program failed {words}, with exit code {code}:\n{said}")
-        raise ProgramError(
-            f"The program ended {words} without a record: it launches no `Fabric`, or leaves before `fabric.close()`. "
-            f"It printed:\n{said}"
-        )
+        refusal = said.rpartition("\n")[2].removeprefix("ValueError: ")
+        if refusal.startswith(("`strategy=", "`sanitize=", "`--")):  # `Fabric(...)` refuses an option
+            raise ProgramError(refusal)
+        without = "ended {} without a record: it launches no `Fabric`, or leaves before `fabric.close()`; it printed"
+        raise ProgramError(f"The program {('failed {}' if code else without).format(words)}:\n{said}")
 
     def _options(self, *names: str) -> dict[str, Any]:
         return {name: value for name, value in self.options.items() if name in names}
@@ -106,7 +124,11 @@ def start_program(
     words = {name: str(value) for name, value in options.items()}
     ended = subprocess.run(
         [sys.executable, *program.arguments],
-        env={"PYTHONHASHSEED": "0", **environ, **as_variable({**words, "record": recording.as_option()}, program)},
+        env={
+            "PYTHONHASHSEED": "0",
+            **environ,
+            **as_variable({**words, "record": json.dumps(asdict(recording))}, program),
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -120,12 +142,12 @@ def start_function(
     """Launch a function; the generators of this process stay as they are."""
     from fabric.fabric import Fabric
 
-    numbers: dict[str, Any] = {
-        name: int(value) if name in ("devices", "num_nodes") else value for name, value in options.items()
-    }
-    with preserved_rngs():
-        recorder = Recorder(recording, str(options["strategy"]))
-        Fabric(**numbers, plugins=[recorder]).launch(_run, function, args)
+    try:
+        with preserved_rngs():
+            recorder = Recorder(recording, str(options["strategy"]))
+            Fabric(**options, plugins=[recorder]).launch(_run, function, args)
+    except Exception as error:
+        return 1, "".join(format_exception(error)).strip()
     return 0, ""
 
 
@@ -136,70 +158,57 @@ def _run(fabric: Any, function: Callable[..., object], args: Sequence[object]) -
 
 def judge(reference: Record, permuted: Record | None, run: Record, tolerance: float | None) -> Verdict:
     """Compare the records, and say in one sentence what was found."""
+    verdict = partial(Verdict, reference=reference, run=run)
+    who, whose = (
+        f"{run.strategy} on {ranks_in_words(run.num_ranks)}",
+        f"{reference.strategy} on {ranks_in_words(reference.num_ranks)}",
+    )
+    whose = "one process" if reference.num_ranks == 1 else whose
     for record, words in ((run, "as asked"), (reference, "in the reference")):
-        reason = why_nothing(record)
-        if reason is not None:
-            sentence = f"Nothing was compared: {words}, {reason}."
-            return Verdict(is_equal=False, sentence=sentence, causes=(), reference=reference, run=run)
+        if reason := why_nothing(record):
+            return verdict(sentence=f"Nothing was compared: {words}, {reason}.")
     found = compare(reference, permuted, run, tolerance)
-    difference = found.difference
-    if difference is not None:
+    verdict = partial(verdict, comparison=found)
+    if (difference := found.difference) is not None:
         when = f"step {difference.step}" if difference.step else "the start"
-        how = factor_in_words(reference, run, difference)
-        relative = (
-            f", {difference.relative:.2g} of its norm" if difference.relative < float("inf") else ", on one side alone"
+        ratio = ratio_in_words(run, difference)
+        how = (
+            f"is {ratio} that of {whose}"
+            if ratio
+            else f"differs from that of {whose} by {difference.relative:.2g} of its norm"
         )
-        sentence = (
-            f"The runs part in {when}: the {difference.kind} of `{difference.name}` under {run.strategy} on "
-            f"{run.num_ranks} ranks differs from that of {_whose(reference)}{how or relative}."
-        )
-        return Verdict(
-            is_equal=False,
-            sentence=sentence,
-            causes=causes(reference, run, difference),
-            reference=reference,
-            run=run,
-            comparison=found,
-        )
-    if found.num_compared == 0:
+        sentence = f"The runs part in {when}: the {difference.kind} of `{difference.name}` under {who} {how}."
+        return verdict(sentence=sentence, causes=causes(reference, run, difference))
+    if permuted is not None and found.num_compared == 0:
         sentence = (
             "Nothing was compared: two runs of one process, with the samples of each batch in another order, part in "
             "the first step already."
         )
-        known = [] if permuted is None else causes_of_chaos(reference, permuted)
-        why = known or ["The model amplifies rounding. Compare in a higher precision, such as `--precision 64-true`."]
-        return Verdict(is_equal=False, sentence=sentence, causes=why, reference=reference, run=run, comparison=found)
-    steps = f"{found.num_compared} step{'s' * (found.num_compared != 1)}"
+        return verdict(sentence=sentence, causes=causes_of_chaos(reference.steps[0], permuted.steps[0]))
+    ours, theirs = len(run.steps), len(reference.steps)
+    if ours != theirs and (run if ours < theirs else reference).ended == "program":
+        return verdict(sentence=f"The program takes {ours} steps under {who}, and {theirs} in {whose}.")
     sentence = (
-        f"The numbers of {_whose(reference)}: {run.strategy} on {run.num_ranks} ranks is equal in {steps}, within the "
-        f"rounding of this model (at most {found.largest:.1e} of a tensor's norm)."
+        f"The numbers of {whose}: {who} is equal in {found.num_compared} step{'s' * (found.num_compared != 1)}, within "
+        f"the rounding of this model (at most {found.largest:.1e} of a tensor's norm)."
     )
     if found.parted_at is not None:
         sentence += (
             f" From step {found.parted_at} on two runs of one process part themselves: nothing is compared there."
         )
-    elif len(run.steps) != len(reference.steps):
-        sentence = (
-            f"The runs have different numbers of steps: {len(run.steps)} under {run.strategy}, and "
-            f"{len(reference.steps)} in {_whose(reference)}."
-        )
-        return Verdict(is_equal=False, sentence=sentence, causes=(), reference=reference, run=run, comparison=found)
-    return Verdict(is_equal=True, sentence=sentence, causes=(), reference=reference, run=run, comparison=found)
+    if run.ended == "program":
+        sentence += " The program ended then, before the number of steps that was asked for."
+    return verdict(is_equal=True, sentence=sentence)
 
 
-def _whose(reference: Record) -> str:
-    return "one process" if reference.num_ranks == 1 else f"{reference.strategy} on {reference.num_ranks} ranks"
-
-
-def _is_file(word: str) -> bool:
-    return os.path.exists(word) or os.sep in word or "." in word
+def ranks_in_words(number: int) -> str:
+    """A number of ranks, for a sentence."""
+    return f"{number} rank{'s' * (number != 1)}"
 
 
 def _refuse_other_model(reference: Record, run: Record, path: str) -> None:
-    other = next(
-        (name for name in (*run.initial, *reference.initial) if (name in run.initial) != (name in reference.initial)),
-        None,
-    )
+    alone = run.initial.keys() ^ reference.initial.keys()
+    other = next((name for name in (*run.initial, *reference.initial) if name in alone), None)
     if other is not None:
         where = "this program" if other in run.initial else f"`{path}`"
         raise ValueError(f"`{path}` is the record of another model: `{other}` is in {where} alone. Record it again.")

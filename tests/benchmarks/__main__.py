@@ -1,7 +1,7 @@
 """`make bench`: one table of ratios against raw PyTorch and, where installed, against what people use today.
 
-`BENCH_ARGS='sharded memory'` chooses parts of it: imports, programs, launches, many_ranks, process, ranks, numbers,
-sharded, memory, peaks, checkpoints.
+`BENCH_ARGS='sharded memory'` chooses parts of it: imports, programs, launches, start, many_ranks, process, ranks,
+numbers, sharded, memory, peaks, checkpoints, verify.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from sharded import memory, steps
 from timing import Row
-from whole_process import imports, launches, many_ranks, programs
+from whole_process import imports, launches, many_ranks, programs, start, verify
 
 from fabric import Fabric
 
@@ -39,6 +39,7 @@ PARTS = {
     "imports": imports,
     "programs": programs,
     "launches": launches,
+    "start": start,
     "many_ranks": many_ranks,
     "process": one_process,
     "ranks": ranks,
@@ -47,6 +48,7 @@ PARTS = {
     "memory": memory,
     "peaks": peaks,
     "checkpoints": checkpoints,
+    "verify": verify,
 }
 
 

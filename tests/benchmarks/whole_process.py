@@ -1,4 +1,4 @@
-"""What a whole process costs: importing, launching 2 to 16 ranks up to their first barrier, and ending."""
+"""What a whole process costs: importing, launching 2 to 16 ranks up to their first barrier, ending, and verifying."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from pathlib import Path
 
 import rivals
 from timing import Row, in_order, rows
+
+PYPI = str(Path(__file__).parents[2] / ".venv/device/bin/python")
+"""Over PyPI's torch, with its CUDA build."""
+_ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "PRETENDED_DEVICES": "0"}
 
 IMPORTS = {
     "raw": "import torch",
@@ -142,6 +146,43 @@ def launches(rounds: int = 5) -> list[Row]:
     )
 
 
+def start(rounds: int = 5) -> list[Row]:
+    """Two ranks up to their first barrier, over two imports of torch one after the other; and a program of one process.
+    Over the torch of this environment, and over PyPI's CUDA build where `make device` has installed it."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        program, stamp = _write(folder, "ours.py", OURS), Path(folder) / "stamp"
+        for python in [each for each in (sys.executable, PYPI) if Path(each).exists()]:
+            says = [python, "-c", "import torch; print(torch.__version__)"]
+            build = subprocess.run(says, check=True, capture_output=True, text=True, env=_ENVIRON).stdout.strip()
+            times: dict[str, list[float]] = {"import torch twice": [], "ours": []}
+            alone: dict[str, list[float]] = {"raw": [], "ours": []}
+            for _ in range(rounds):
+                times["import torch twice"].append(_seconds([python, "-c", IMPORTS["raw"]], 2) * 1e6)
+                barrier, _, _, begun = _stamps([python, program], stamp)
+                times["ours"].append((barrier - begun) * 1e6)
+                for name, mine in alone.items():
+                    mine.append(_seconds([python, "-c", PROGRAMS[name]]) * 1e6)
+            found += rows(f"torch {build}: 2 ranks to the first barrier", times, "0.9 x")
+            found += rows(f"torch {build}: 10 steps, whole process", alone, "1.05 x")
+    return found
+
+
+def verify(rounds: int = 3) -> list[Row]:
+    """`fabric verify` of eight steps on two ranks, over the two plain runs that it compares; it has a third run."""
+    with tempfile.TemporaryDirectory() as folder:
+        seeded = PROGRAMS["ours"].replace("devices=1)", "devices=2); torch.manual_seed(0)")
+        program = _write(folder, "program.py", seeded)
+        fabric = [sys.executable, "-m", "fabric"]
+        one, two = ["--strategy", "single_device", "--devices", "1"], ["--strategy", "ddp", "--devices", "2"]
+        times: dict[str, list[float]] = {"two runs": [], "ours": []}
+        for _ in range(rounds):
+            runs = [_seconds([*fabric, "run", *options, program]) for options in (one, two)]
+            times["two runs"].append(sum(runs) * 1e6)
+            times["ours"].append(_seconds([*fabric, "verify", "--steps", "5", *two, program]) * 1e6)
+    return rows("verify a program of 5 steps on 2 ranks", times, "3 x")
+
+
 def many_ranks(rounds: int = 3) -> list[Row]:
     """From the start of the command to the first barrier, for numbers of ranks that double."""
     found = []
@@ -168,6 +209,13 @@ def _timed(scripts: dict[str, str], rounds: int) -> dict[str, list[float]]:
     return times
 
 
+def _seconds(command: list[str], times: int = 1) -> float:
+    begun = time.monotonic()
+    for _ in range(times):
+        subprocess.run(command, check=True, env=_ENVIRON, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return time.monotonic() - begun
+
+
 def _torchrun(script: str, size: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", script]
 
@@ -179,10 +227,9 @@ def _write(folder: str, name: str, content: str) -> str:
 
 
 def _stamps(command: list[str], stamp: Path, *args: str) -> tuple[float, float, float, float]:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     start = time.monotonic()
     subprocess.run(
-        [*command, str(stamp), *args], check=True, env=environ, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        [*command, str(stamp), *args], check=True, env=_ENVIRON, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
     end = time.monotonic()
     barrier = float(stamp.read_text())

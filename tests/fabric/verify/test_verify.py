@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fabric import Fabric
+from fabric.checks.record import Record, Recording
+from fabric.checks.recorder import Recorder
 from fabric.testing import verify
+from fabric.verify.runs import ProgramError, _refuse_other_model, judge
 
+pytestmark = pytest.mark.timeout(600)  # three runs in each test, on a machine that others use
 mse = nn.functional.mse_loss
 
 
@@ -119,8 +124,95 @@ def an_evaluation_between_steps_and_a_schedule(fabric: Fabric) -> None:
                 [model(inputs) for inputs, _ in test]
 
 
+def steps(
+    fabric: Fabric, model: nn.Module, dataset: Any, loss_of: Callable[[nn.Module, Any], Tensor], **of: Any
+) -> Any:
+    """Train `model`, made before; yields after each step."""
+    model, optimizer = set_up(fabric, model)
+    loader = fabric.setup_dataloaders(DataLoader(dataset, of.pop("batch_size", 4), shuffle=True, **of))
+    for batch in loader:
+        fabric.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        yield model
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return mse(model(batch[0]), batch[1])
+
+
+def a_batch_size_over_the_world_size(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    list(steps(fabric, mlp(), samples(), squares, batch_size=16 // fabric.world_size))
+
+
+def an_average_of_weights(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    average = {name: value.detach().clone() for name, value in mlp().state_dict().items()}
+    for model in steps(fabric, mlp(), samples(), squares):
+        with torch.no_grad():
+            for name, value in model.state_dict().items():
+                if type(value) is type(average[name]):  # shards of FSDP are averaged by `EMAWeights` alone
+                    average[name].lerp_(value, 0.1)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.read = nn.Embedding(12, 8), nn.LSTM(8, 8, 2, dropout=0.5, batch_first=True)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.head = nn.Linear(8, 12)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.block(self.read(self.embedding(tokens))[0]))  # type: ignore[no-any-return]
+
+
+def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def layers_with_dropout_and_a_tied_weight(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    list(steps(fabric, Words(), torch.randint(0, 12, (64, 9)), next_token))
+
+
+def a_compiled_model(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    model = torch.compile(mlp(), backend="aot_eager", fullgraph=True)
+    list(steps(fabric, model, samples(), squares, num_workers=1))  # type: ignore[arg-type]
+
+
+def a_frozen_layer_and_optimizers_set_up_on_their_own(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    model[0].requires_grad_(False)  # type: ignore[index]
+    module = fabric.setup_module(model)
+    optimizer = fabric.setup_optimizers(SGD([each for each in module.parameters() if each.requires_grad], 0.1))
+    for batch in fabric.setup_dataloaders(DataLoader(samples(), 4)):
+        with fabric.no_backward_sync(module):
+            fabric.backward(squares(module, batch))
+        fabric.backward(squares(module, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def a_gather_with_gradients(fabric: Fabric) -> None:
+    def alike(model: nn.Module, batch: Any) -> Tensor:
+        out = fabric.all_gather(model(batch[0]), sync_grads=True).flatten(0, -2)
+        return (out @ out.T).square().mean()
+
+    torch.manual_seed(0)
+    list(steps(fabric, mlp(), samples(), alike))
+
+
 RIGHT = (
     a_plain_loop,
+    a_batch_size_over_the_world_size,
+    an_average_of_weights,
+    layers_with_dropout_and_a_tied_weight,
+    a_compiled_model,
+    a_gather_with_gradients,
     sums_with_weights_in_windows,
     two_models_and_two_optimizers,
     a_stream,
@@ -138,6 +230,29 @@ def test_a_right_program_is_equal_to_one_process(program: Callable[..., None], s
     verdict = verify(program, strategy=strategy, steps=4)
     assert verdict.is_equal, verdict.sentence
     assert verdict.sentence.startswith(f"The numbers of one process: {strategy} on 2 ranks is equal in")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_frozen_layer_and_an_optimizer_that_is_set_up_on_its_own_are_equal_to_one_process(strategy: str) -> None:
+    verdict = verify(a_frozen_layer_and_optimizers_set_up_on_their_own, strategy=strategy, steps=4)
+    assert verdict.is_equal, verdict.sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "64-true"])
+def test_in_each_precision_a_right_program_is_equal_and_a_wrong_factor_is_found(precision: str) -> None:
+    verdict = verify(a_plain_loop, steps=3, precision=precision)
+    assert verdict.is_equal, verdict.sentence
+    verdict = verify(a_loss_over_the_world_size, steps=1, precision=precision)
+    assert "step 1: the gradient of `0.weight`" in verdict.sentence
+
+
+def test_two_models_are_compared_in_the_order_of_forward(tmp_path: Path) -> None:
+    recorder = Recorder(Recording(path=str(tmp_path / "record"), num_steps=1), "single_device")
+    with pytest.raises(SystemExit):
+        two_models_and_two_optimizers(Fabric(accelerator="cpu", devices=1, plugins=[recorder]))
+    assert Record.load(tmp_path / "record").order == ["weight", "bias", "1: weight", "1: bias"]
 
 
 def a_mean_over_tokens(fabric: Fabric) -> None:
@@ -226,12 +341,35 @@ def weights_changed_between_steps(fabric: Fabric) -> None:
     trained(fabric, after_step=decay)
 
 
+def a_gather_without_gradients(fabric: Fabric) -> None:
+    def alike(model: nn.Module, batch: Any) -> Tensor:
+        out = model(batch[0])
+        everyone = fabric.all_gather(out).flatten(0, 1) if fabric.world_size > 1 else out
+        return (out @ everyone.T).square().mean()
+
+    torch.manual_seed(0)
+    list(steps(fabric, mlp(), samples(), alike))
+
+
+def a_sum_over_samples(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    list(steps(fabric, mlp(), samples(), lambda model, batch: squares(model, batch) * len(batch[0])))
+
+
 WRONG = {
+    a_gather_without_gradients: ("step 1: the gradient of `0.weight`", "The loss uses what was gathered at fabric."),
+    a_sum_over_samples: ("is 1/2 times (one over the number of ranks)", "a loss that is a sum over samples"),
     a_mean_over_tokens: ("the gradient of `0.weight`", "samples or tokens in this step"),
     a_mean_over_a_short_last_batch: ("step 3", "samples or tokens in this step"),
     batch_norm: ("the gradient of `0.weight`", "BatchNorm1d normalises by the statistics of each rank's batch"),
-    a_loss_times_the_world_size: ("2, the number of ranks, times", "off by the number of ranks (2)"),
-    a_loss_over_the_world_size: ("1/2, one over the number of ranks", "off by the number of ranks (2)"),
+    a_loss_times_the_world_size: (
+        "is 2 times (the number of ranks) that of one process",
+        "off by the number of ranks (2)",
+    ),
+    a_loss_over_the_world_size: (
+        "is 1/2 times (one over the number of ranks) that of one process",
+        "off by the number of ranks (2)",
+    ),
     dropout_as_a_function: ("Nothing was compared", "Random numbers are drawn in forward"),
     random_augmentation: ("Nothing was compared", "random augmentation"),
     data_of_no_prepared_loader: ("the gradient of `0.weight`", "reads data that no prepared loader gives it"),
@@ -348,7 +486,7 @@ def command(*arguments: str, at: Path) -> subprocess.CompletedProcess[str]:
         cwd=at,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         stdin=subprocess.DEVNULL,
     )
 
@@ -366,7 +504,9 @@ def test_the_command_verifies_a_script_and_a_saved_record_serves_as_reference(tm
     doubled = command("--steps", "3", "--against", "record", "--strategy", "fsdp", "train.py", "2.0", at=tmp_path)
     assert doubled.returncode == 1
     said = " ".join(doubled.stdout.split())
-    assert "the gradient of `weight` under fsdp on 2 ranks differs from that of ddp on 2 ranks, 2, the number" in said
+    assert (
+        "the gradient of `weight` under fsdp on 2 ranks is 2 times (the number of ranks) that of ddp on 2 ranks" in said
+    )
     (tmp_path / "half").write_bytes((tmp_path / "record").read_bytes()[:40])
     refused = command("--against", "half", "train.py", "1.0", at=tmp_path)
     assert refused.returncode == 2
@@ -374,13 +514,82 @@ def test_the_command_verifies_a_script_and_a_saved_record_serves_as_reference(tm
     assert not list(tmp_path.glob("*.part"))
 
 
+def kept(tmp_path: Path, program: Callable[..., None], **options: Any) -> Record:
+    """The record of one process."""
+    recorder = Recorder(Recording(path=str(tmp_path / "record"), num_steps=2), "single_device")
+    with pytest.raises(SystemExit):
+        program(Fabric(accelerator="cpu", devices=1, plugins=[recorder], **options))
+    return Record.load(tmp_path / "record")
+
+
+def test_a_record_that_is_damaged_anywhere_is_refused(tmp_path: Path) -> None:
+    kept(tmp_path, a_plain_loop)
+    whole = (tmp_path / "record").read_bytes()
+    for place in range(11, len(whole), 97):
+        (tmp_path / "damaged").write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match="damaged` is no complete record of `fabric verify --save`: "):
+            Record.load(tmp_path / "damaged")
+
+
+def test_the_record_of_another_model_is_refused_with_the_first_name_that_differs(tmp_path: Path) -> None:
+    known = kept(tmp_path, a_plain_loop)
+    run = replace(known, initial={name.replace("3.", "head."): sketch for name, sketch in known.initial.items()})
+    with pytest.raises(ValueError, match=r"is the record of another model: `head.weight` is in this program alone"):
+        _refuse_other_model(known, run, "record")
+
+
+def test_runs_of_different_lengths_are_compared_unless_a_program_ended_early(tmp_path: Path) -> None:
+    known = kept(tmp_path, a_plain_loop)
+    shorter = replace(known, steps=known.steps[:1])
+    assert judge(known, None, shorter, None).is_equal
+    ended = judge(known, None, replace(shorter, ended="program"), None)
+    assert not ended.is_equal
+    assert ended.sentence == "The program takes 1 steps under single_device on 1 rank, and 2 in one process."
+    both = judge(known, None, replace(known, ended="program"), None)
+    assert both.sentence.endswith("The program ended then, before the number of steps that was asked for.")
+
+
+def raises_in_one_process(fabric: Fabric) -> None:
+    if fabric.world_size == 1:
+        raise KeyError("mine")
+    trained(fabric)
+
+
+@pytest.mark.slow
+def test_a_function_that_fails_in_the_reference_says_so() -> None:
+    with pytest.raises(ProgramError, match=r"^The program failed in one process:\n(?s:.*)KeyError: 'mine'$"):
+        verify(raises_in_one_process, steps=1)
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`steps` is 0. Write the number of steps to compare, from 1."):
+        verify(a_plain_loop, steps=0)
+    with pytest.raises(ValueError, match=r"`tolerance` is -1. Write a part of a tensor's norm, from 0 to below 1."):
+        verify(a_plain_loop, tolerance=-1)
+    with pytest.raises(ProgramError, match=r"^`strategy='nonsense'` is not known. Write 'auto' or one of "):
+        verify(a_plain_loop, strategy="nonsense")
+
+
+@pytest.mark.slow
+def test_a_module_is_verified_against_another_strategy(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    said = command("--steps", "2", "--strategy", "fsdp", "--against", "ddp", "-m", "train", "1.0", at=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert "The numbers of ddp on 2 ranks: fsdp on 2 ranks is equal in 2 steps" in " ".join(said.stdout.split())
+    refused = command("--save", "nowhere/record", "train.py", "1.0", at=tmp_path)
+    assert (
+        refused.stderr == "fabric verify: `nowhere/record` cannot be written: `nowhere` is no folder. Make it first.\n"
+    )
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["train.py"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("raise KeyError('mine')", "The program failed as asked, with exit code 1:"),
+        ("raise KeyError('mine')", "The program failed as asked:"),
         ("print('no fabric')", "it launches no `Fabric`"),
-        (SCRIPT.replace("torch.manual_seed(0)", "1 / (fabric.world_size - 1)"), "The program failed in one process"),
+        (SCRIPT.replace("torch.manual_seed(0)", "1 / (fabric.world_size - 1)"), "The program failed in one process:"),
     ],
     ids=["raises", "without a fabric", "raises in the reference"],
 )
