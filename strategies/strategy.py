@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from inspect import getdoc
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -44,6 +45,8 @@ class Strategy(ABC):
 
     marks_steps: ClassVar[bool] = False
     """Whether it marks the end of each step, for devices that record operations and run them as one graph."""
+    initializes_meta: ClassVar[bool] = False
+    """Whether `setup` initialises tensors on the meta device, after it has sharded them."""
     fills_from_rank_zero: ClassVar[bool] = False
     """Whether a model may be on the meta device on all ranks but rank 0."""
     activation_checkpointing_policy: Policy | None = None
@@ -97,11 +100,9 @@ class Strategy(ABC):
         """
 
     def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        """Context: modules are created where `setup` needs them, in the precision's dtype; `empty`: not initialised.
-
-        Overridden if that is not the rank's device.
-        """
-        return new_tensors(runtime.device, runtime.precision, empty=empty)
+        """Context: modules are created where `setup` needs them, in the precision's dtype; `empty`: not initialised."""
+        device = torch.device("meta") if empty and self.initializes_meta else runtime.device
+        return new_tensors(device, runtime.precision, empty=empty)
 
     @abstractmethod
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:

@@ -53,8 +53,8 @@ def why_not(hook: CommHook, backend: str) -> str | None:
     """None if the hook works; otherwise an error message that says what to write."""
     if isinstance(hook, PowerSGD) and backend == "gloo":
         # It issues collectives from callbacks, which gloo's threads run in a different order on each rank: the process
-        # aborts on messages of different lengths (torch 2.13, 3 of 3 runs). So does, rarely, one that is alone, where
-        # such a callback runs while the process group ends.
+        # aborts on messages of different lengths (torch 2.13, 3 of 3 runs). A single rank aborts, too, though
+        # rarely: where such a callback runs while the process group ends.
         return (
             "`comm_hook=PowerSGD(...)` over gloo ends the process: the ranks send their factors in different orders. "
             "Run on CUDA, where NCCL keeps the order, or write `comm_hook='bf16'`."
@@ -81,7 +81,7 @@ def register(parallel: DistributedDataParallel, hook: CommHook) -> None:
     else:
         called = hook
 
-    # Of ours, because torch refuses annotations that are strings, and its own `bf16_compress_hook` over gloo.
+    # A function of ours: torch refuses annotations that are strings, and its `bf16_compress_hook` over gloo.
     def reduce_bucket(state, bucket):  # type: ignore[no-untyped-def]
         return called(state, bucket)
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, final
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -25,16 +23,10 @@ from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
 from fabric.strategies.layout import SHARDS, Layout
+from fabric.strategies.module import model_checks
 from fabric.strategies.module.deepcopy import IN_SHARDS, Hook, refuse_copies
 from fabric.strategies.module.forward import ForwardPath
-from fabric.strategies.module.initialization import UninitializedTensors, in_order_of_apply, new_tensors
-from fabric.strategies.module.model_checks import (
-    SCALARS,
-    refuse_scalars,
-    refuse_sharded,
-    refuse_sparse_layers,
-    refuse_tied_apart,
-)
+from fabric.strategies.module.initialization import UninitializedTensors
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching, num_bytes
 from fabric.strategies.optimizers.owners_state import sharded_state
 from fabric.strategies.optimizers.rebinding import rebinding
@@ -78,6 +70,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             computes gradients.
     """
 
+    initializes_meta: ClassVar[bool] = True
     fills_from_rank_zero: ClassVar[bool] = True
     auto_wrap_policy: Policy | None = "blocks"
     reshard_after_forward: bool | int | None = True
@@ -91,7 +84,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
-        return {"copies": IN_SHARDS, "scalars": SCALARS}
+        return {"copies": IN_SHARDS, "scalars": model_checks.SCALARS}
 
     def layout(self, degrees: Mapping[str, int]) -> Layout:
         return replace(SHARDS, forward_communicates=True, averages_before_hooks=True)
@@ -114,35 +107,31 @@ class FSDPStrategy(ProcessGroupStrategy):
         check_degrees(degrees, size, written=f"device_mesh={self.device_mesh!r}")
         return degrees
 
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(torch.device("meta") if empty else runtime.device, runtime.precision, empty=empty)
-
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         inner = uncompiled(module)
-        refuse_sharded(inner, _LEAVE_OUT)
+        model_checks.refuse_sharded(inner, _LEAVE_OUT)
         if runtime.world.size > 1:
-            refuse_sparse_layers("fsdp", inner)
+            model_checks.refuse_sparse_layers("fsdp", inner)
         units = self._units(inner, runtime.precision)
-        refuse_tied_apart(inner, units, "auto_wrap_policy")
-        refuse_scalars(inner)
+        model_checks.refuse_tied_apart(inner, units, "auto_wrap_policy")
+        model_checks.refuse_scalars(inner)
         if runtime.world.size > 1 and (words := self._words(inner)) is not None:
             runtime.report(words)
         if runtime.world.size > 1 and (whole := frozen_wrapped(inner)):
             runtime.report(_WHOLE.format(model=type(inner).__name__, count=len(whole), names=name_some(list(whole))))
         uninitialized, hooks = UninitializedTensors(inner), list[RemovableHandle]()
+
+        def shard(part: nn.Module) -> None:
+            if part in units:
+                # The hook of `fully_shard`, and no hook of the user's, sees what the first of these returns.
+                hooks.append(part.register_forward_hook(Hook(list_hidden_tensors_after)))
+                self._shard(runtime, part, units)
+                hooks.append(part.register_forward_hook(Hook(restore_output_after)))
+
         with rebinding(inner, optimizers):
             cast_module(runtime.precision, inner)
             make_contiguous(inner)
-            for part in in_order_of_apply(inner):
-                uninitialized.fill(part, runtime.device, runtime.collective)
-                if part in units:
-                    # The hook of `fully_shard`, and no hook of the user's, sees what the first of these returns.
-                    hooks.append(part.register_forward_hook(Hook(list_hidden_tensors_after)))
-                    self._shard(runtime, part, units)
-                    hooks.append(part.register_forward_hook(Hook(restore_output_after)))
-            uninitialized.finish(inner, runtime.device, runtime.collective)
-            if uninitialized.was_empty and runtime.world.size > 1:
-                broadcast_from_rank_zero(runtime.collective, inner.buffers())
+            uninitialized.fill_all(inner, runtime.device, runtime.collective, then=shard)
         sync = ShardedGradientSync(runtime, inner, uninitialized, broadcast_buffers=self.broadcast_buffers)
         mark = partial(mark_gathering, inner)
         path = ForwardPath(inner, with_precision(runtime, sync.forward), mark)
@@ -152,13 +141,15 @@ class FSDPStrategy(ProcessGroupStrategy):
         return replace(made, state=sharded_state(runtime))
 
     def units(self, module: nn.Module) -> list[str]:
-        chosen = matching(uncompiled(module), self.auto_wrap_policy, "auto_wrap_policy")
+        chosen = self._chosen(uncompiled(module))
         return [name for name, part in uncompiled(module).named_modules() if name and part in chosen]
+
+    def _chosen(self, module: nn.Module) -> list[nn.Module]:
+        return matching(module, self.auto_wrap_policy, "auto_wrap_policy")
 
     def _words(self, module: nn.Module) -> str | None:
         """What "blocks" has chosen, or that a large model is gathered at once."""
-        chosen = matching(module, self.auto_wrap_policy, "auto_wrap_policy")
-        kinds = Counter(type(unit).__name__ for unit in chosen if unit is not module)
+        kinds = Counter(type(unit).__name__ for unit in self._chosen(module) if unit is not module)
         if kinds and self.auto_wrap_policy == "blocks":
             blocks = ", ".join(f"{number} `{kind}`" for kind, number in kinds.items())
             return (
@@ -175,11 +166,9 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def _units(self, module: nn.Module, precision: Precision) -> set[nn.Module]:
         """The submodules that are gathered one by one, including the root."""
-        chosen = matching(module, self.auto_wrap_policy, "auto_wrap_policy")
-        if precision.is_mixed:
-            # Statistics stay in full precision, and BatchNorm needs its weights in the same dtype.
-            chosen += [part for part in module.modules() if isinstance(part, _BatchNorm)]
-        return {*chosen, module}
+        units = {*self._chosen(module), module}
+        # Statistics stay in full precision, and BatchNorm needs its weights in the same dtype.
+        return units.union(part for part in module.modules() if precision.is_mixed and isinstance(part, _BatchNorm))
 
     def _shard(self, runtime: Runtime, unit: nn.Module, units: set[nn.Module]) -> None:
         """Broadcast the unit's own tensors from rank 0, on the device, and shard them."""

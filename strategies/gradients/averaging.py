@@ -1,9 +1,9 @@
 """Averaging of gradients after backward, over the ranks of a collective; gradients times a factor.
 
 # Note [Averages of averages]
-All of `.grad` is averaged, including what has accumulated. A part that was averaged before is equal on every rank, so
-averaging does not change it; a part that was not synchronised (`no_backward_sync`) is averaged now. So accumulation is
-exact, however synchronised and unsynchronised backwards alternate.
+All of `.grad` is averaged, including the gradients that have accumulated. A part that was averaged before is equal on
+every rank, so averaging does not change it; a part that was not synchronised (`no_backward_sync`) is averaged now. So
+accumulation is exact, however synchronised and unsynchronised backwards alternate.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def refuse_sparse(parameters: Sequence[Tensor], kinds: Sequence[int]) -> None:
 
 @torch.no_grad()
 def average(collective: Collective, parameters: Iterable[Tensor]) -> None:
-    """Average the gradients over the ranks, in place. If only some ranks have one, the others count as zero.
+    """Average the gradients over the ranks, in place. A rank without a gradient counts as zero.
 
     See Note [Averages of averages]. Ranks: all of `collective`, with the same parameters, or the same shards of them.
     """
@@ -95,7 +95,7 @@ def _present_anywhere(collective: Collective, parameters: Iterable[Tensor]) -> l
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: Factor) -> None:
-    """Multiply this rank's gradients, or its shards of them, of the trained parameters."""
+    """Multiply the gradients of the trained parameters, or this rank's shards of them."""
     multiply([grad for each in parameters if (grad := each.grad) is not None and each.requires_grad], factor)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ def clip_value(optimizers: Sequence[Optimizer], clip_val: float, scaler: LossSca
 
 
 def gradients_are_finite(optimizer: Optimizer, *, scaler: LossScaler | None, any_rank: Callable[[bool], bool]) -> bool:
-    """Whether the gradients of an optimizer are finite, on all ranks. With a loss scaler it is its decision.
+    """Whether the gradients of an optimizer are finite, on all ranks. A loss scaler decides by itself.
 
     `any_rank`: whether the argument is True on any rank, where ranks hold different gradients. Ranks: all.
     """
@@ -160,20 +160,23 @@ def _largest(tensors: Sequence[Tensor]) -> Tensor:
 
 def over_ranks(collective: Collective, norm: Tensor, norm_type: float) -> Tensor:
     """The norm over ranks that hold different parameters. In float64, because their dtypes may differ."""
-    largest = math.isinf(norm_type)
     local = norm.to(device=collective.device, dtype=torch.float64)
-    reduced = collective.all_reduce(local if largest else local**norm_type, "max" if largest else "sum")
-    return (reduced if largest else reduced.pow(1 / norm_type)).to(norm.device, norm.dtype)
+    return _combined(local, norm_type, collective.all_reduce).to(norm.device, norm.dtype)
+
+
+def _combined(norm: Tensor, norm_type: float, reduce: Callable[[Tensor, Literal["max", "sum"]], Tensor]) -> Tensor:
+    if norm_type == math.inf:
+        return reduce(norm, "max")
+    return reduce(norm**norm_type, "sum").pow(1 / norm_type)
 
 
 def _over_mesh(norm: Tensor, norm_type: float, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
     """The norm over the axes along which tensors are sharded; along the others all ranks have equal values."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    largest = math.isinf(norm_type)
-    partial = Partial("max" if largest else "sum")
-    # Not `is_shard()`: it is False for torch's placement of strided shards (`fully_shard` after tensor parallel).
-    over = [Replicate() if placement.is_replicate() else partial for placement in placements]
-    local = on_mesh(norm if largest else norm**norm_type, mesh)
-    reduced = put_together(DTensor.from_local(local, mesh, over, run_check=False))
-    return reduced if largest else reduced.pow(1 / norm_type)
+    def reduce(local: Tensor, operation: str) -> Tensor:
+        # Not `is_shard()`: it is False for torch's placement of strided shards (`fully_shard` after tensor parallel).
+        over = [Replicate() if each.is_replicate() else Partial(operation) for each in placements]
+        return put_together(DTensor.from_local(on_mesh(local, mesh), mesh, over, run_check=False))
+
+    return _combined(norm, norm_type, reduce)

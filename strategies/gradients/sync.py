@@ -28,16 +28,18 @@ Finish: TypeAlias = Callable[[], None]
 class GradientSync(ABC):
     """Forward and backward of one model. Ranks: all create it together, one for each model.
 
-    After a synchronised backward the gradients are those of the mean of all ranks' losses, including what has
-    accumulated before, whether synchronised or not.
+    After a synchronised backward the gradients are the gradients of the mean of all ranks' losses, including the
+    gradients that have accumulated before, whether synchronised or not.
     """
 
     synced = True
     """Whether backward synchronises gradients at present, if the technique supports that they are not."""
     refuses: Mapping[str, str] = {}
     """Arguments of `Tensor.backward` that the technique does not support, each with the error of its use."""
+    fsdp_units: Sequence[Any] = ()
+    """The modules that `fully_shard` was called on, which are told whether they synchronise gradients."""
     units: Sequence[nn.Module] = ()
-    """The modules whose parameters are gathered until the end of their forward, without those of `fully_shard`."""
+    """The modules other than `fsdp_units` whose parameters are gathered until the end of their forward."""
 
     @abstractmethod
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -55,8 +57,10 @@ class GradientSync(ABC):
             self.set_synced(before)
 
     def set_synced(self, synced: bool) -> None:
-        """Synchronise gradients or not from now on. For techniques whose backend must be told."""
+        """Synchronise gradients or not from now on."""
         self.synced = synced
+        for unit in self.fsdp_units:
+            unit.set_requires_gradient_sync(synced, recurse=False)
 
     @abstractmethod
     def watch(self) -> Finish | None:
@@ -124,7 +128,7 @@ def backward_through(
 
     `scale_loss`: the precision's loss scaling. It is called first, because it may rescale existing gradients.
     `within`: the context of backward, because activation checkpointing runs forward again in it.
-    Of models that the program has let go of, nothing runs.
+    Nothing runs for models that the program has dropped.
     """
     watched = [ref(sync) for sync in syncs if not isinstance(sync, LocalGradientSync)]
     refused = [refusal for sync in syncs for refusal in sync.refuses.items()]
@@ -193,7 +197,8 @@ def end_reducer(parallel: DistributedDataParallel) -> None:
 
 
 def one_gradient_each(parameters: Iterable[Tensor]) -> Finish:
-    """Watch a backward: what this returns is called after it, and raises RuntimeError if a parameter got several.
+    """Count the gradients of a backward. The returned function is called after it, and raises RuntimeError if a
+    parameter got several.
 
     Cost: a hook of each parameter, so that strategies watch their first backward only.
     """
@@ -205,7 +210,7 @@ def one_gradient_each(parameters: Iterable[Tensor]) -> Finish:
         for hook in hooks:
             hook.remove()
         if len(arrived) > len(set(arrived)):
-            raise RuntimeError("This backward gave parameters several gradients, of which the first is averaged alone.")
+            raise RuntimeError("This backward gave parameters several gradients, and only the first was averaged.")
 
     return finish
 

@@ -29,7 +29,7 @@ from fabric.strategies.gradients.sync import (
 )
 from fabric.strategies.manual.state import own_parameters
 from fabric.strategies.module.parameter_changes import AddedParameters
-from fabric.strategies.sharding.fully_shard import GatherOutsideInference
+from fabric.strategies.sharding.fully_shard import GatherOutsideInference, fsdp_modules
 from fabric.strategies.sharding.mesh import along, axes_of, degree
 from fabric.strategies.tensors.dtensor import as_sharded
 
@@ -42,15 +42,15 @@ class ManualGradientSync(GradientSync):
     """Synchronises one model. `data_axes`: the axes of the mesh along which ranks read different samples."""
 
     def __init__(self, context: ManualContext, parallel: Parallelized, data_axes: Sequence[str]) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
-        parts = list(parallel.module.modules())
         self.context, self.parallel = context, parallel
         self.data_axes = [axis for axis in data_axes if degree(context.mesh, axis) > 1]
-        self.replicas = [part for part in parts if isinstance(part, DistributedDataParallel)]
-        self.sharded = [part for part in parts if isinstance(part, FSDPModule)]
-        self.refuses = {**(INPUTS_OF_SHARDS if self.sharded else {}), **(GRAPH_OF_GRADIENTS if self.replicas else {})}
-        self.gather_outside_inference = GatherOutsideInference(self.sharded)
+        self.replicas = [part for part in parallel.module.modules() if isinstance(part, DistributedDataParallel)]
+        self.fsdp_units = fsdp_modules(parallel.module)
+        self.refuses = {
+            **(INPUTS_OF_SHARDS if self.fsdp_units else {}),
+            **(GRAPH_OF_GRADIENTS if self.replicas else {}),
+        }
+        self.gather_outside_inference = GatherOutsideInference(self.fsdp_units)
         self.expected = False
         self.names: dict[Tensor, str] = {each: name for name, each in own_parameters(parallel.module).items()}
         theirs = {tensor for replica in self.replicas for tensor in _tensors_of(replica)}
@@ -66,11 +66,11 @@ class ManualGradientSync(GradientSync):
         for parameter in ours:
             self._arrange(parameter)
         self.along = {axes: along(context.collective, context.mesh, axes).for_gradients() for axes in self.averaged}
-        self.additions = AddedParameters(parallel.module, by_name=bool(self.sharded))
+        self.additions = AddedParameters(parallel.module, by_name=bool(self.fsdp_units))
         self.unfrozen = [AddedParameters(replica.module, unfrozen=True) for replica in self.replicas]
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.parallel.averaged_modules or self.replicas or self.sharded:
+        if self.parallel.averaged_modules or self.replicas or self.fsdp_units:
             self.additions.refuse()
         for replica in self.unfrozen:
             replica.refuse("Do that before `setup`: DistributedDataParallel averages what required gradients then.")
@@ -90,7 +90,7 @@ class ManualGradientSync(GradientSync):
     @contextmanager
     def unsynced(self) -> Iterator[None]:
         parallel = self.parallel
-        known = (parallel.averaged_modules, parallel.finish_backward, parallel.unsynced, self.replicas, self.sharded)
+        known = (parallel.averaged_modules, parallel.finish_backward, parallel.unsynced, self.replicas, self.fsdp_units)
         if self.context.world.size > 1 and not any(known):
             raise RuntimeError(
                 f"`no_backward_sync` of a `{type(parallel.module).__name__}` whose gradients are synchronised in a "
@@ -105,11 +105,6 @@ class ManualGradientSync(GradientSync):
                 stack.enter_context(parallel.unsynced())
             stack.enter_context(super().unsynced())
             yield
-
-    def set_synced(self, synced: bool) -> None:
-        self.synced = synced
-        for part in self.sharded:
-            part.set_requires_gradient_sync(synced, recurse=False)
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.parallel.module.parameters()
@@ -166,7 +161,7 @@ class ManualGradientSync(GradientSync):
 
 
 def _divide_arriving(parameter: nn.Parameter, num_ranks: int) -> RemovableHandle:
-    """See Note [Shards are divided as they arrive]."""
+    """Divide each new gradient: see Note [Shards are divided as they arrive]."""
     required = parameter.requires_grad
     parameter.requires_grad_(True)  # a frozen one accepts no hook, and may be unfrozen later
     handle: RemovableHandle = parameter.register_hook(lambda grad: grad / num_ranks)  # type: ignore[no-untyped-call]

@@ -51,7 +51,7 @@ def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str
 
 @final
 class ManualState(StateAccess):
-    """The state of the module that `parallelize` returned, under its names without those of wrappers."""
+    """The state of the module that `parallelize` returned, under the names without the prefixes of wrappers."""
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective

@@ -206,7 +206,7 @@ class ManualStrategy(ProcessGroupStrategy):
 
         def clip_norm(of: Sequence[Optimizer], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
             norm = clip(of, max_norm, norm_type, error_if_nonfinite)
-            if not compared.issuperset(of):  # what is averaged does not change later
+            if not compared.issuperset(of):  # averaging does not change later
                 _refuse_unequal(torch.tensor(runtime.collective.all_gather_object(norm.item())))
                 compared.update(of)
             return norm

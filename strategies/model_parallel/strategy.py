@@ -15,12 +15,10 @@ distributed along the data axes alone, and an optimizer that was made before `se
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import ClassVar, final
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -33,7 +31,7 @@ from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.setup import pipelined
 from fabric.strategies.module.deepcopy import IN_SHARDS, IN_STAGES, refuse_copies
 from fabric.strategies.module.forward import ForwardPath
-from fabric.strategies.module.initialization import UninitializedTensors, in_order_of_apply, new_tensors
+from fabric.strategies.module.initialization import UninitializedTensors
 from fabric.strategies.module.model_checks import refuse_sharded, refuse_sparse_layers
 from fabric.strategies.optimizers.owners_state import sharded_state
 from fabric.strategies.optimizers.rebinding import rebinding
@@ -77,6 +75,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             forward that computes gradients.
     """
 
+    initializes_meta: ClassVar[bool] = True
     parallelize_fn: Parallelize | None = None
     data: Degree = 1
     shard: Degree = 1
@@ -121,9 +120,6 @@ class ModelParallelStrategy(ProcessGroupStrategy):
     def has_own_data(self, axis: str) -> bool:
         return axis in ("data", "shard")
 
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(torch.device("meta") if empty else runtime.device, runtime.precision, empty=empty)
-
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         if self.pipeline is not None:
             lay_out = partial(self._parallelize, runtime)
@@ -134,7 +130,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
         with rebinding(inner, optimizers):
             place_and_broadcast(runtime, inner, optimizers, move=move)
             result = self._parallelize(runtime, inner)
-            initialize_meta_tensors(runtime, inner, uninitialized)
+            uninitialized.fill_all(inner, runtime.device, runtime.collective)
         refuse_sparse_layers("model_parallel", inner, sharded=True)
         averaging = MeshAveraging(runtime, inner)
         sync = ShardedGradientSync(runtime, inner, uninitialized, averaging, broadcast_buffers=self.broadcast_buffers)
@@ -190,13 +186,3 @@ def place_and_broadcast(runtime: Runtime, module: nn.Module, optimizers: Sequenc
             move_state(optimizer, runtime.device)
     if runtime.world.size > 1:
         broadcast_from_rank_zero(runtime.collective, tensors)
-
-
-def initialize_meta_tensors(runtime: Runtime, module: nn.Module, uninitialized: UninitializedTensors) -> None:
-    """Initialise tensors on meta, after the module is parallelised: see `initialization.py`. Ranks: all call it."""
-    for part in in_order_of_apply(module):
-        uninitialized.fill(part, runtime.device, runtime.collective)
-    uninitialized.finish(module, runtime.device, runtime.collective)
-    if uninitialized.was_empty and runtime.world.size > 1:
-        tensors = (*module.parameters(), *module.buffers())
-        broadcast_from_rank_zero(runtime.collective, [each for each in tensors if as_sharded(each) is None])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -38,7 +39,7 @@ def recompute(module: nn.Module, policy: Policy | None) -> Callable[[], None]:
 def rebind_copies(module: nn.Module) -> None:
     """Rebind the recomputation to `module`, for replicas that share attributes with their original (`DataParallel`).
 
-    Otherwise they would compute with the parameters of the original.
+    Otherwise the replicas would compute with the parameters of the original.
     """
     for part in module.modules():
         forward = vars(part).get("forward")
@@ -77,9 +78,9 @@ class _Recomputed:
         return getattr, (self._part, "forward")  # unpickled in a copy, whose class has the plain method
 
 
-def _contexts(part: nn.Module) -> tuple[_Computing, _ComputingAgain]:
-    first = _Computing(part)
-    return first, _ComputingAgain(first)
+def _contexts(part: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    changed: dict[tuple[nn.Module, str], Tensor] = {}
+    return _computing(part, changed), _ComputingAgain(part, changed)
 
 
 # Note [Buffers change once]
@@ -89,40 +90,27 @@ def _contexts(part: nn.Module) -> tuple[_Computing, _ComputingAgain]:
 # compiled graph with a checkpoint in it cannot exchange buffers, so the graph breaks before a submodule with buffers.
 
 
-@final
-class _Computing:
-    """Context of the first forward. Saves the former values of buffers that it changes."""
-
-    def __init__(self, part: nn.Module) -> None:
-        self.part = part
-        self.changed: dict[tuple[nn.Module, str], Tensor] = {}
-
-    def __enter__(self) -> None:
-        self._before = [
-            (owner, name, buffer, buffer._version, buffer.detach().clone())
-            for owner, name, buffer in _buffers_in(self.part)
-        ]
-
-    def __exit__(self, *exception: object) -> None:
-        self.changed = {
-            (owner, name): copy
-            for owner, name, buffer, version, copy in self._before
-            if owner._buffers.get(name) is not buffer or buffer._version != version
-        }
-        del self._before
+@contextmanager
+def _computing(part: nn.Module, changed: dict[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
+    """Context of the first forward. Adds the former values of the buffers that it changes to `changed`."""
+    before = [(*named, named[2]._version, named[2].detach().clone()) for named in _buffers_in(part)]
+    yield
+    for owner, name, buffer, version, copy in before:
+        if owner._buffers.get(name) is not buffer or buffer._version != version:
+            changed[owner, name] = copy
 
 
 @final
-class _ComputingAgain:
+class _ComputingAgain(AbstractContextManager[None]):
     """Context of the recomputation: entered once for each backward through the same graph."""
 
-    def __init__(self, first: _Computing) -> None:
-        self._first = first
+    def __init__(self, part: nn.Module, changed: dict[tuple[nn.Module, str], Tensor]) -> None:
+        self._part, self._changed = part, changed
 
     def __enter__(self) -> None:
-        self._now = list(_buffers_in(self._first.part))
+        self._now = list(_buffers_in(self._part))
         for owner, name, buffer in self._now:
-            owner._buffers[name] = self._first.changed.get((owner, name), buffer).detach().clone()
+            owner._buffers[name] = self._changed.get((owner, name), buffer).detach().clone()
 
     def __exit__(self, *exception: object) -> None:
         for owner, name, buffer in self._now:

@@ -23,22 +23,18 @@ class Hook:
     """A hook that a strategy registers: never compiled, and without effect in copies and pickles of the module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        self.function = function
 
     @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _CopiedHook, ()
+        return Hook, (_nothing,)
 
 
-@final
-class _CopiedHook:
-    """Replaces a `Hook` in a copy."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """The function of a `Hook` in a copy."""
 
 
 @contextmanager
@@ -55,9 +51,9 @@ def own_hooks(module: nn.Module, *, are_copied: bool) -> Iterator[None]:
 
 
 def forget_copied_hooks(module: nn.Module) -> None:
-    """Remove `_CopiedHook`s from a copy."""
+    """Remove the hooks that do nothing from a copy."""
     for hooks in _hooks_of(module):
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _CopiedHook)]:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, Hook) and hook.function is _nothing]:
             del hooks[key]
 
 

@@ -2,18 +2,15 @@
 
 The module keeps its class and identity: an instance attribute `forward` runs the strategy's code around the user's
 method. Other methods that compute a loss are wrapped by `mark_forward_method`. A nested call runs the strategy's code
-once, and copies and pickles of a prepared module are plain modules. So are modules that were given its attributes, by
-`copy.copy` or as libraries for meta-learning do it (`clone.__dict__ = module.__dict__.copy()`), and then other
-parameters: the attribute `forward` would run the prepared module itself, with parameters that were not adapted.
+once, and copies and pickles of a prepared module are plain modules. A module that was given its attributes
+(`clone.__dict__ = module.__dict__.copy()`) has this `forward`, too, and runs the prepared module.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from contextlib import suppress
-from types import MethodType
 from typing import Any, TypeAlias, final
 
 import torch
@@ -57,7 +54,7 @@ class ForwardPath:
         self.uncompilable = uncompilable
         self.running = False
         self.num_calls = 0
-        """The number of forwards that have begun, those of marked methods included."""
+        """The number of calls of forward and of marked methods so far."""
         self.kept: list[object] = []
         """What lives as long as the module: see Note [What was set up lives as long as the program has it]."""
         self._given: dict[str, Any] = {}
@@ -111,11 +108,6 @@ class _Method:
         self._path, self._around, self._name, self._function, self._given = path, around, name, function, given
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1)
-        if caller.f_code.co_filename == _TORCHS_FILE:  # only there: `f_locals` keeps alive what it shows
-            module = caller.f_locals.get("self", self._path.module)
-            if module is not self._path.module and vars(module).get("mark_forward_method") is self._path:
-                return self._plain(module)(*args, **kwargs)
         if self._path.running:  # forward called by a marked method, or by itself
             return self._function(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -128,12 +120,6 @@ class _Method:
             return self._around(self._function, args, kwargs)
         finally:
             self._path.running = False
-
-    def _plain(self, module: nn.Module) -> Callable[..., Any]:
-        """The method of a module that has the attributes of the prepared one."""
-        if isinstance(self._function, MethodType) and self._function.__self__ is self._path.module:
-            return MethodType(self._function.__func__, module)
-        return self._function
 
     def _run_compiled(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._path.uncompilable is not None:
@@ -149,10 +135,6 @@ class _Method:
         if self._given is not None:
             return _itself, (self._given,)
         return getattr, (self._path.module, self._name)  # unpickled in a copy, whose class has the plain method
-
-
-_TORCHS_FILE = nn.Module.__call__.__code__.co_filename
-"""Where torch calls `forward` of a module."""
 
 
 def _not_prepared(name: str, method: str | Callable[..., Any]) -> None:

@@ -11,8 +11,8 @@ calls: see `RecordedInitCalls`. Neither order nor random numbers depend on how t
 draws]. Tensors that none of these fill have a marker value (NaN for floating point), and the first forward raises if it
 is still there. So any function may fill them until then (`fabric.load`, torch's `load_state_dict`, the user's own)
 without reporting it. Strategies that construct the module on the device write the marker in place of initial values.
-What nothing has filled before `setup` is then initialised in the same order, by the same functions
-(`initialize_empty`).
+Tensors that are still empty at `setup` are then initialised in the same order, by the same
+functions (`initialize_empty`).
 
 # Note [Whole draws]
 torch fills each shard with random numbers of its own, so weights depend on the sharding, and ranks with one seed give
@@ -111,7 +111,7 @@ def repeat_call(tensor: Tensor, call: Call | None, made: Call | None) -> None:
 
 
 def initialize_empty(module: nn.Module) -> None:
-    """Initialise what was left empty on the device and nothing has filled, and keep what was loaded.
+    """Initialise the parameters on the device that are still empty, and keep those that were loaded.
 
     Draws as `reset_parameters` of the submodules does in plain PyTorch, in the order of `model.apply`.
     Raises: RuntimeError: a copy of a submodule has no `reset_parameters`, and no values.
@@ -122,7 +122,7 @@ def initialize_empty(module: nn.Module) -> None:
     calls = take_calls(tensors)
     if not any(calls.values()):
         return
-    # Copies of layers (`nn.TransformerEncoder`) have the values of what was copied, and no attributes.
+    # Copies of layers (`nn.TransformerEncoder`) have the values of the originals, and no attributes.
     blank = {each for each, call in calls.items() if (call or type(each) is nn.Parameter) and _is_empty(each)}
     with RecordedInitCalls():
         for part in (part for part, named in own.items() if not blank.isdisjoint(named.values())):
@@ -162,10 +162,31 @@ class UninitializedTensors:
         self._made_again = take_calls(meta)
         """The call by which `reset_parameters` will initialise the tensor."""
         self._places: dict[Tensor, tuple[nn.Module, str]] = {}
-        self.was_empty = False
+        self._was_empty = False
 
-    def fill(self, part: nn.Module, device: torch.device, collective: Collective) -> None:
-        """Allocate the own tensors of one submodule, and call its `reset_parameters`. Ranks: all of `collective`."""
+    def fill_all(
+        self,
+        root: nn.Module,
+        device: torch.device,
+        collective: Collective,
+        *,
+        then: Callable[[nn.Module], object] = lambda part: None,
+        init_weights: bool = True,
+    ) -> None:
+        """Initialise the model on its device; plain tensors get the values of rank 0. Ranks: all of `collective`.
+
+        `then`: called with each submodule after it is initialised. `init_weights`: call this method of the model.
+        """
+        for part in in_order_of_apply(root):
+            self._fill(part, device, collective)
+            then(part)
+        self._finish(root if init_weights else None, device, collective)
+        if self._was_empty and collective.size > 1:
+            tensors = (*root.parameters(), *root.buffers())
+            broadcast_from_rank_zero(collective, [each for each in tensors if as_sharded(each) is None])
+
+    def _fill(self, part: nn.Module, device: torch.device, collective: Collective) -> None:
+        """Allocate the own tensors of one submodule, and call its `reset_parameters`."""
         empty = {name: tensor for name, tensor in _own_tensors(part).items() if tensor.is_meta}
         for name, tensor in empty.items():
             made = self._made.get(tensor)
@@ -174,16 +195,15 @@ class UninitializedTensors:
             setattr(part, name, made)
         if not empty:
             return
-        self.was_empty = True
+        self._was_empty = True
         self._places |= {tensor: (part, name) for name, tensor in empty.items()}
         with FullTensorDraws(device, collective):
             if not any(_call(part, method) for method in _RESET):
                 self._tensors += [(part, name) for name in empty]
 
-    def finish(self, root: nn.Module | None, device: torch.device, collective: Collective) -> None:
-        """Call it after all submodules. Calls `init_weights` of `root`, if it is given. Ranks: all of `collective`."""
+    def _finish(self, root: nn.Module | None, device: torch.device, collective: Collective) -> None:
         with FullTensorDraws(device, collective):
-            if self.was_empty and root is not None:
+            if self._was_empty and root is not None:
                 with RecordedInitCalls():
                     _call(root, "init_weights")
             for empty, (part, name) in self._places.items():
@@ -249,7 +269,7 @@ def _is_empty(tensor: Tensor) -> bool:
 def _call(part: nn.Module, method: str) -> bool:
     """Call a method of a submodule. Returns False if it has none that needs no arguments."""
     function = getattr(part, method, None)
-    # Of its class, too: peft's models look up other names in what they wrap.
+    # The class must have it, too: peft's models look up missing names in the model that they wrap.
     if not callable(function) or not callable(getattr(type(part), method, None)):
         return False
     needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]

@@ -35,7 +35,8 @@ def refuse_different_models(
 
     `moment`: begins the error. `recurse`: also the tensors of submodules.
     Ranks: all call it. Cost: one all-reduce of two numbers, and some microseconds per tensor; none in a world of one.
-    Raises: CollectiveError on every rank, with what each has. ValueError: a tensor of a lazy module has no shape yet.
+    Raises: CollectiveError on every rank, with the tensors of each rank. ValueError: a tensor of a lazy module has no
+    shape yet.
     """
     if runtime.collective.size == 1:
         return
@@ -162,7 +163,7 @@ def _refuse(module: nn.Module, is_refused: Callable[[Tensor], bool], sentence: s
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    if tensor.layout is not torch.strided or hasattr(tensor, "ds_shape"):  # a shard of DeepSpeed, made before `setup`
+    if tensor.layout is not torch.strided or "ds_shape" in vars(tensor):  # a shard of DeepSpeed, made before `setup`
         return False
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in dims)

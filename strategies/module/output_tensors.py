@@ -1,13 +1,14 @@
-"""The tensors in what a forward returns, also where they are attributes of an object, such as a distribution.
+"""The tensors in the output of a forward, also where they are attributes of an object, such as a distribution.
 
 Backends start their part of a backward where a gradient reaches an output, and look for tensors in lists, tuples,
-dictionaries and dataclasses only: they find none in a policy's `Categorical`, or in a `TensorDict`. So the attributes
-of objects are searched, too. What a function or a generator holds cannot be found.
+dictionaries and dataclasses only: they find no tensor in a policy's `Categorical`, or in a `TensorDict`. So the
+attributes of objects are searched, too. The tensors that a function or a generator holds cannot be found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import is_dataclass
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -73,14 +74,17 @@ def restore_output(output: Any) -> Any:
 
 
 def replace_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The output with `function(tensor)` for each tensor: containers are made anew, attributes of other objects set."""
+    """The output with `function(tensor)` for each tensor, in copies of the containers and objects that hold one."""
     return function(output) if isinstance(output, Tensor) else _replace(output, function, {})
 
 
 def _search(
     value: Any, visited: dict[int, Any], *, is_found: bool, depth: int = _DEPTH
 ) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors, and whether torch finds them. `visited`: by id, kept alive. `is_found`: whether torch comes here."""
+    """The tensors that require gradients, and whether torch finds them.
+
+    `visited`: values by id, kept alive. `is_found`: whether torch searches this value.
+    """
     if isinstance(value, _CLOSED) or id(value) in visited or depth == 0:
         return
     visited[id(value)] = value
@@ -99,7 +103,7 @@ def _search(
 def _replace(
     value: Any, function: Callable[[Tensor], Tensor], done: dict[int, tuple[Any, Any]], depth: int = _DEPTH
 ) -> Any:
-    """See `replace_tensors`. `done`: values and what replaces them, by id; keeps the former alive."""
+    """See `replace_tensors`. `done`: by id, each value, which is so kept alive, and its replacement."""
     if isinstance(value, _CLOSED) or depth == 0:
         return value
     if id(value) in done:
@@ -117,10 +121,14 @@ def _replace(
         if any(one is not other for one, other in zip(members, items, strict=True)):
             done[id(value)] = value, fill(items)
     replaced = done[id(value)][1]
-    for name, member in _attributes(replaced):
-        changed = _replace(member, function, done, depth - 1)
-        if changed is not member:
-            object.__setattr__(replaced, name, changed)
+    attributes = dict(_attributes(replaced))
+    changed = {name: _replace(member, function, done, depth - 1) for name, member in attributes.items()}
+    if any(changed[name] is not member for name, member in attributes.items()):
+        if replaced is value:  # which the model may keep
+            replaced = copy(value)
+            done[id(value)] = value, replaced
+        for name, member in changed.items():
+            object.__setattr__(replaced, name, replaced if member is value else member)
     return replaced
 
 

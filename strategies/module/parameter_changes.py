@@ -51,9 +51,9 @@ class ParameterSnapshot:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     def new_since(self, before: ParameterSnapshot | None) -> list[Tensor]:
-        """Parameters, and buffers of modules, that are not in `before`; None: all.
+        """The parameters, and the buffers of modules, that are not in `before`; None: all.
 
-        Without new buffers of modules in `before`: a forward may have assigned them, with values of this rank.
+        New buffers of modules that are in `before` are left out: a forward may have assigned them on this rank alone.
         """
         known = set() if before is None else {id(each) for each in (*before.parameters, *before.modules)}
         new = [part for part in self.modules if id(part) not in known]

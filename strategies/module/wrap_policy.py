@@ -16,7 +16,7 @@ from fabric.strategies.tensors.dtensor import user_class
 Classes: TypeAlias = type[nn.Module] | Collection[type[nn.Module]] | Callable[..., bool]
 Policy: TypeAlias = Literal["blocks"] | Classes
 """A class, several classes, or a function that returns True for the modules that are selected: `(module)`, or torch's
-`(module, recurse, nonwrapped_numel)`; or "blocks": those of `blocks_of`."""
+`(module, recurse, nonwrapped_numel)`; or "blocks": the submodules that `blocks_of` returns."""
 
 
 def check_policy(policy: object, option: str) -> None:
@@ -84,7 +84,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
-    """The elements of containers that are alike, outer before inner, of the classes that hold much of the model."""
+    """The elements of one class in a container, outer before inner, of the classes that hold much of the model."""
     alike: dict[type[nn.Module], set[nn.Module]] = {}
     for container in module.modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -110,7 +110,7 @@ def num_bytes(parts: Iterable[nn.Module]) -> int:
 
 
 def _wrap(part: nn.Module, policy: Callable[..., bool], wrapped: set[nn.Module]) -> int:
-    """Add what a function of torch's form wraps, inner modules first; returns the elements of the parameters in it."""
+    """Add the modules that a function of torch's form wraps, inner first; returns their number of elements."""
     total = sum(parameter.numel() for parameter in part.parameters())
     if part in wrapped or not policy(module=part, recurse=True, nonwrapped_numel=total):
         return total if part in wrapped else 0

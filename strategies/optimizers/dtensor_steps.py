@@ -3,7 +3,7 @@
 torch's foreach and fused kernels take a list of one kind (torch 2.13: "got mixed torch.Tensor and DTensor"). So groups
 that have both kinds step one parameter at a time; the numbers are the same.
 
-In a step of an optimizer that is in no table, sums and norms are those of full tensors at once. torch 2.13 adds up the
+In a step of an optimizer that is in no table, partial sums and norms are all-reduced at once. torch 2.13 adds up the
 sums of shards as late as it can, and does not for `item()`, `float` and `if`, which read the sum over this rank's
 shard: `lr * float(norm)` would be another number on each rank, and nothing would raise.
 """
@@ -29,7 +29,7 @@ _Options: TypeAlias = "list[tuple[dict[str, Any], dict[str, Any]]]"
 
 def step_mixed_groups(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
     """Let such groups have `foreach=False` and `fused=False` during each step; between steps, and in a checkpoint, they
-    have what the user wrote. Returns what undoes it."""
+    have what the user wrote. Returns a function that undoes it."""
     undos = []
     for optimizer in optimizers:
         if any(map(_is_mixed, optimizer.param_groups)):
@@ -40,7 +40,7 @@ def step_mixed_groups(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
 
 
 def _step_one_by_one(written: _Options, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _restore(written)  # what a step left that raised
+    _restore(written)  # the options that a step left behind when it raised
     for group in filter(_is_mixed, optimizer.param_groups):
         written.append((group, {name: group[name] for name in ("foreach", "fused") if name in group}))
         group.update(dict.fromkeys(written[-1][1], False))
@@ -57,7 +57,7 @@ def _is_mixed(group: dict[str, Any]) -> bool:
 
 
 def sum_over_shards_in_steps(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
-    """Within each step of those that are in no table, add up numbers of shards. Returns what undoes it.
+    """All-reduce partial sums at once in steps of optimizers that are in no table. Returns a function that undoes it.
 
     Ranks: from then on all that hold shards call `step`, with the same operations in the same order.
     """
@@ -70,7 +70,7 @@ def sum_over_shards_in_steps(optimizers: Iterable[Optimizer]) -> Callable[[], No
 
 @final
 class _SumsOverShards(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context: no result of an operation is a sum of which each rank has a part. Closures run outside of it."""
+    """Context: partial sums of DTensors are all-reduced at once. Closures run outside of it."""
 
     is_entered = False
 
@@ -82,7 +82,7 @@ class _SumsOverShards(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.enter(False)
 
     def enter(self, is_entered: bool) -> None:
-        """Enter the context, or leave it; nothing where that is so already: a step may have raised."""
+        """Enter or leave the context, unless that is done already: a step may have raised."""
         if is_entered != self.is_entered:
             self.is_entered = is_entered
             self.__enter__() if is_entered else self.__exit__(None, None, None)  # type: ignore[no-untyped-call]

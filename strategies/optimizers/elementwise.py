@@ -52,7 +52,7 @@ def refuse_dependent(optimizers: Sequence[Optimizer], sentence: str, *, flat: bo
     """Raise ValueError if an update of one of these may depend on elements that are on another rank.
 
     `flat`: ranks step slices of flattened parameters; otherwise each rank steps some of the parameters. `sentence`: the
-    error for one that does depend on them, with a place for the name of the `{optimizer}`.
+    error for an optimizer whose update does, with a place for its name, `{optimizer}`.
     """
     for optimizer in optimizers:
         unit, name = updates_each(optimizer), type(optimizer).__name__

@@ -3,12 +3,12 @@
 For optimizers that compute an update from a whole parameter (Muon, Adafactor, SOAP), where parameters are in shards;
 and for all optimizers under `DDPStrategy(shard_optimizer=True)` (ZeRO, stage 1: Rajbhandari et al., SC 2020). The
 optimizer stays the user's own: while its `step` runs, its groups have the parameters that this rank owns, whole.
-Before, the owners are sent the shards of values and gradients; after it, they send back the new values. Between steps
-the optimizer, its schedulers and clipping are as without owners.
+Before the step, the owners receive the shards of values and gradients; after it, they send back the new values.
+Between steps the optimizer, its schedulers and clipping are as without owners.
 
-Cost: a step sends one message there, where there are shards, and one back, for each `ROUND_BYTES` that a rank owns. A
-message has a slice for each rank, as long as the largest. During a step an owner has its parameters and their gradients
-whole.
+Cost: for each `ROUND_BYTES` that a rank owns, a step sends one message to the owners, if there are shards, and one
+back. A message has a slice for each rank, as long as the largest. During a step an owner has its parameters and their
+gradients whole.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def refuse_owners(optimizers: Iterable[Optimizer], where: str) -> None:
 
 
 def step_by_owners(collective: Collective, optimizers: Iterable[Optimizer]) -> Callable[[], None]:
-    """Let each rank step, and keep state for, the parameters that it owns. Returns what takes the hooks off again.
+    """Let each rank step, and keep state for, the parameters that it owns. Returns a function that removes the hooks.
 
     Ranks: all call it, and from then on `step` of each optimizer; state stays with its owners afterwards.
     """
@@ -89,7 +89,7 @@ def step_by_owners(collective: Collective, optimizers: Iterable[Optimizer]) -> C
 def with_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[Callable[[], Any]], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of `step`, of which `call(closure)` is called in place of a closure; None if there is none."""
+    """The arguments of `step`, with `call(closure)` in place of the closure; None if there is no closure."""
     if len(args) > 1 and args[1] is not None:  # args[0] is the optimizer
         return (args[0], partial(call, args[1]), *args[2:]), kwargs
     closure = kwargs.get("closure")
@@ -104,14 +104,14 @@ class _OwnedSteps:
         self._collective, self._optimizer = collective, optimizer
         self._owner: dict[Tensor, int] = {}
         self._chunks: dict[Tensor, Sequence[Chunk]] = {}
-        """What each rank holds of each parameter."""
+        """The chunk of each parameter that each rank holds."""
         self._planned: list[Any] = []
-        """Ids and dtypes of the parameters of the latest step, for which these are the messages."""
+        """Ids and dtypes of the parameters for which `_rounds` was made."""
         self._rounds: list[tuple[_Message, _Message]] = []
         self._groups: list[list[Tensor]] = []
-        """What the groups have between steps, while a step runs."""
+        """The parameters of the groups between steps; filled while a step runs."""
         self._whole: dict[Tensor, Tensor] = {}
-        """Of parameters in shards that this rank owns, the whole ones that are stepped in their place."""
+        """For each sharded parameter that this rank owns, the whole parameter that is stepped in its place."""
         self._deal()
         self._drop_others()
 
@@ -159,7 +159,7 @@ class _OwnedSteps:
 
     @torch.no_grad()
     def _take(self) -> None:
-        """Let the groups have what this rank owns, whole."""
+        """Give the groups the parameters that this rank owns, whole."""
         given = parameters_of(self._optimizer)
         if len(given) != len(self._owner) or any(parameter not in self._owner for parameter in given):
             self._deal()
@@ -178,7 +178,7 @@ class _OwnedSteps:
 
     @torch.no_grad()
     def _send_back(self) -> None:
-        """Give every rank the values that the owners have now, and the groups what they had."""
+        """Send the owners' new values to every rank, and restore the groups."""
         if not self._groups:
             return
         for parameter, whole in self._whole.items():
@@ -200,20 +200,16 @@ class _OwnedSteps:
                 state[new] = state.pop(old)
 
     def _shard(self, parameter: Tensor, chunk: Chunk, of_gradient: bool) -> Tensor:
-        """What this rank holds of a parameter, or of its gradient."""
-        tensor = parameter.grad if of_gradient else parameter
-        assert tensor is not None
-        return local_part(tensor)
+        """The part of a parameter, or of its gradient, that this rank holds."""
+        return local_part(_value(parameter, of_gradient))
 
     def _part_of_whole(self, parameter: Tensor, chunk: Chunk, of_gradient: bool) -> Tensor:
         """A chunk of a parameter that this rank owns, or of its gradient."""
-        whole = self._whole.get(parameter, parameter)
-        tensor = whole.grad if of_gradient else whole
-        assert tensor is not None
-        return tensor[chunk.slices_in(whole_chunk(tensor.shape))]
+        whole = _value(self._whole.get(parameter, parameter), of_gradient)
+        return whole[chunk.slices_in(whole_chunk(whole.shape))]
 
     def _plan(self, moved: list[Tensor]) -> None:
-        """The messages by which these parameters are moved, which are those of the step before, mostly."""
+        """Make the messages that move these parameters, unless those of the step before fit."""
         planned = [*map(id, moved), *map(attrgetter("dtype"), moved)]
         if planned == self._planned:
             return
@@ -247,7 +243,7 @@ def refuse_part(optimizer: Optimizer) -> None:
 
 @final
 class _Message:
-    """Parts of parameters that ranks send each other at once. Every rank knows those of all."""
+    """Parts of parameters that ranks exchange in one all-to-all. Every rank knows the parts of all ranks."""
 
     def __init__(self, collective: Collective) -> None:
         self._rank = collective.rank
@@ -264,7 +260,7 @@ class _Message:
             self._received.setdefault(source, []).extend(parts)
 
     def send(self, collective: Collective, read: Callable[..., Tensor], written: Callable[..., Tensor]) -> None:
-        """Send what `read` returns of each part, and copy what arrives into what `written` returns."""
+        """Send `read(part)` for each part of this rank, and copy each part that arrives into `written(part)`."""
         if not self._num_bytes:
             return
         width = -(-max(self._num_bytes.values()) // _ALIGNED_BYTES) * _ALIGNED_BYTES
@@ -279,6 +275,12 @@ class _Message:
                 written(*part).copy_(values[0])
 
 
+def _value(parameter: Tensor, of_gradient: bool) -> Tensor:
+    value = parameter.grad if of_gradient else parameter
+    assert value is not None
+    return value
+
+
 def _packing(parts: Iterable[_Part]) -> Packing:
     return Packing([Spec(parameter.dtype, chunk.shape, parameter.device.type) for parameter, chunk, _ in parts])
 
@@ -289,7 +291,7 @@ def _own_chunk(parameter: Tensor) -> Chunk:
 
 
 def _whole_of(parameter: Tensor) -> nn.Parameter:
-    """A whole parameter with a gradient, of which this rank's shards are filled in."""
+    """A whole parameter with a gradient; only this rank's shards of both have their values."""
     assert parameter.grad is not None
     own, gradient = local_part(parameter), local_part(parameter.grad)
     whole = nn.Parameter(own.new_empty(parameter.shape), requires_grad=parameter.requires_grad)
@@ -317,6 +319,7 @@ _NOT_OVER = (
     "received. Load a checkpoint, or set up the model and its optimizer anew."
 )
 _PART = (
-    "`{optimizer}.state_dict()`: this rank has the state of what it steps alone. `fabric.save(path, {{'optimizer': "
-    "optimizer}})` and `fabric.state_dict(model, optimizer)`, called by every rank, write and return that of all."
+    "`{optimizer}.state_dict()`: this rank has only the state of the parameters that it steps. `fabric.save(path, "
+    "{{'optimizer': optimizer}})` and `fabric.state_dict(model, optimizer)`, called by every rank, write and return "
+    "the state of all parameters."
 )

@@ -1,4 +1,4 @@
-"""The state of an optimizer whose parameters have owners: each rank has that of its own, see `owners.py`.
+"""The state of an optimizer whose parameters have owners: each rank has the states of those that it owns.
 
 Rank 0 gathers for `state_dict`; to be saved, nothing is gathered.
 """
@@ -16,15 +16,15 @@ from fabric.strategies.checkpoint.tensors import in_memory, of_other_rank, of_ra
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.optimizers.owners import needs_owners, owners
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.sharded_state import ShardedState
-from fabric.strategies.tensors.nests import map_leaves, map_only_tensors
+from fabric.strategies.sharding.sharded_state import ShardedState, entries_on_rank_zero
+from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.parameters import parameters_of
-from fabric.strategies.tensors.wrapper_subclass import Wrapped, put_together, taken_apart
+from fabric.strategies.tensors.wrapper_subclass import taken_apart
 
 
 @final
 class OwnersState(StateAccess):
-    """The state of an optimizer comes from whoever has it, a parameter at a time.
+    """The state of each parameter comes from its owner, one parameter at a time.
 
     `others`: the access to modules, and to optimizers whose parameters have no owners. `owner_of`: the owners.
     """
@@ -64,7 +64,7 @@ class OwnersState(StateAccess):
             self.others.write_optimizer(optimizer, content)
 
     def _owned(self, optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
-        """Without the states of parameters that others own, which are not read."""
+        """The content without the states of parameters that other ranks own, which are not read."""
         owner, rank = self.owner_of(optimizer, self.collective.size), self.collective.rank
         left_out = {index for index, each in by_saved_index(optimizer, content).items() if owner.get(each) != rank}
         return {**content, "state": {key: one for key, one in content["state"].items() if key not in left_out}}
@@ -73,33 +73,29 @@ class OwnersState(StateAccess):
         """The whole state, on the CPU of rank 0."""
         if not self.is_owned(optimizer):
             return self.others.read_optimizer(optimizer)
-        held = held_state(optimizer)
-        of_ranks = self.collective.all_gather_object([key for key in held["state"] if isinstance(key, int)])
-        owner = {index: rank for rank, indices in enumerate(of_ranks) for index in indices}
-        states: dict[Any, Any] = {key: value for key, value in held["state"].items() if not isinstance(key, int)}
-        for index in sorted(owner):
-            own = map_only_tensors(taken_apart, held["state"].get(index))
-            entries = self.collective.broadcast_object(own, src=owner[index])
-            if self.collective.rank == 0:
-                states[index] = map_leaves(_on_cpu, entries, is_leaf=_is_whole)
-        return {**held, "state": states} if self.collective.rank == 0 else {}
+        whole = self._of_all_owners(optimizer, entries_on_rank_zero)
+        return whole if self.collective.rank == 0 else {}
 
     def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
         if not self.is_owned(optimizer):
             return self.others.read_optimizer_shards(optimizer)
+        return self._of_all_owners(optimizer, shards_by_owner)
+
+    def _of_all_owners(self, optimizer: Optimizer, combine: Callable[..., dict[int, Any]]) -> dict[str, Any]:
+        """The state of all parameters. `combine(collective, states)` returns the states of all ranks."""
         held = held_state(optimizer)
         mine = {key: value for key, value in held["state"].items() if isinstance(key, int)}
         others = {key: value for key, value in held["state"].items() if key not in mine}
-        return {**held, "state": {**others, **shards_by_owner(self.collective, mine)}}
+        return {**held, "state": {**others, **dict(sorted(combine(self.collective, mine).items()))}}
 
 
 def sharded_state(runtime: Runtime) -> OwnersState:
-    """The state of models in shards, of whose optimizers some are stepped by owners."""
+    """The state of sharded models, some of whose optimizers are stepped by owners."""
     return OwnersState(runtime.collective, ShardedState(runtime.world.rank), is_owned=needs_owners)
 
 
 def held_state(optimizer: Optimizer) -> dict[str, Any]:
-    """What this rank has of an optimizer's state, with indices in place of parameters, as in a state dict."""
+    """This rank's part of an optimizer's state, with indices in place of parameters, as in a state dict."""
     place: dict[Any, int] = {parameter: index for index, parameter in enumerate(parameters_of(optimizer))}
     groups = [{**group, "params": [place[each] for each in group["params"]]} for group in optimizer.param_groups]
     state = {
@@ -111,7 +107,7 @@ def held_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The states of all parameters: this rank's with their tensors, those of other ranks without. Ranks: all.
+    """The states of all parameters: those of this rank with their tensors, those of other ranks without. Ranks: all.
 
     Cost: each rank receives shapes and dtypes, about 100 bytes for each tensor.
     """
@@ -120,11 +116,3 @@ def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]
     for rank, owned in enumerate(collective.all_gather_object(of_other_rank(mine))):
         whole.update(of_rank(rank, mine) if rank == collective.rank else owned)
     return dict(sorted(whole.items()))
-
-
-def _is_whole(leaf: Any) -> bool:
-    return isinstance(leaf, (Tensor, Wrapped))
-
-
-def _on_cpu(leaf: Any) -> Any:
-    return put_together(leaf, lambda tensor: tensor.detach().to("cpu")) if _is_whole(leaf) else leaf

@@ -38,7 +38,7 @@ def rebinding(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[No
 def rebind(
     before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
 ) -> None:
-    """Replace each parameter of `before` in the optimizers by that of the same name in `after`, if there is one.
+    """Replace each parameter of `before` in the optimizers by the parameter of that name in `after`, if there is one.
 
     Raises: ValueError: the names of a tied parameter have different parameters in `after`.
     """

@@ -82,7 +82,7 @@ class ExecutionOrder:
 
     @disable_dynamo
     def _start(self) -> None:
-        trains = torch.is_grad_enabled()  # modes tell nothing: some train in that of evaluation
+        trains = torch.is_grad_enabled()  # not `module.training`: some train in evaluation mode
         self._compare = start_comparing(self._runtime, list(self._ran), self._sentence, trains=trains)
 
     @disable_dynamo
@@ -114,7 +114,7 @@ def start_comparing(runtime: Runtime, names: Sequence[str], sentence: str, train
 
 
 def _first_difference(named: Sequence[Sequence[str]]) -> str:
-    """The first difference between the ranks' lists of names, of which at least two differ."""
+    """The first difference between the ranks' lists of names. At least two lists differ."""
     for place, several in enumerate(zip_longest(*named)):
         for rank, name in enumerate(several):
             if name != several[0]:
@@ -127,9 +127,9 @@ def _quoted(name: str | None) -> str:
 
 
 _UNEVEN = (
-    "Rank {trains} runs a forward with gradients while rank {evaluates} runs one without, of which it has more, as "
-    "where texts are generated to different lengths. A forward all-gathers parameters, so all ranks run equally many: "
-    "go on while `fabric.all_reduce(unfinished, reduce_op='max')`."
+    "Rank {trains} runs a forward with gradients while rank {evaluates} runs one without. Ranks ran different "
+    "numbers of forwards, as where texts are generated to different lengths. A forward all-gathers parameters, so all "
+    "ranks run equally many: go on while `fabric.all_reduce(unfinished, reduce_op='max')`."
 )
 _DIFFERENT = (
     "Ranks ran submodules of `{name}` in different orders. A submodule's parameters are all-gathered when it runs, and "

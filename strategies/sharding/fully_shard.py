@@ -3,8 +3,8 @@
 # Note [Roots are resharded after forward]
 By default `fully_shard` keeps the parameters of a root gathered from forward to backward. Meanwhile `parameters()`
 returns the gathered copies, while optimizers hold the shards: `zero_grad` does not reach the gradients of the shards, a
-second forward uses the weights from before a step, and what is written to a copy is lost. A root that is resharded has
-none of this, for one all-gather more in each backward, of what the root alone holds.
+second forward uses the weights from before a step, and what is written to a copy is lost. A root that is resharded
+avoids this, at the cost of one more all-gather in each backward, of the parameters that the root alone holds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def mark_gathering(module: nn.Module, method: str) -> None:
 
 
 def list_hidden_tensors_after(unit: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook before that of `fully_shard`, which looks for tensors in containers alone."""
+    """A forward hook before that of `fully_shard`, which finds tensors in containers alone."""
     return None if isinstance(output, Tensor) else list_hidden_tensors(output)  # None: as it is
 
 
@@ -64,7 +64,7 @@ def restore_output_after(unit: nn.Module, args: Any, output: Any) -> Any:
 
 
 def list_hidden_tensors_of_units(module: nn.Module) -> list[RemovableHandle]:
-    """Register both hooks around those of the units that the user's function has made."""
+    """Register both hooks on the units that the user's function has made, around the hooks of `fully_shard`."""
     units: list[Any] = fsdp_modules(module)
     return [
         hook
@@ -87,13 +87,14 @@ def _then(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callabl
 
 @final
 class GatherOutsideInference:
-    """Looks at the first forward of each of the units; then nothing of it is left."""
+    """Hooks that gather each unit outside of inference mode, if its first forward is within it; they then remove
+    themselves. torch keeps the tensors of the first gather, and no backward takes inference tensors."""
 
     def __init__(self, units: Iterable[Any]) -> None:
         self._hooks = {unit: unit.register_forward_pre_hook(Hook(self.before_forward), prepend=True) for unit in units}
 
     def before_forward(self, unit: Any, *_: Any) -> None:
-        """Gather the unit outside of inference mode, if this is its first forward, and within that."""
+        """Gather the unit, if this is its first forward, and within inference mode."""
         if unit in self._hooks:
             self._hooks.pop(unit).remove()
             if torch.is_inference_mode_enabled():

@@ -1,10 +1,10 @@
-"""Forward and backward of one model in shards: `fully_shard` and tensor parallelism communicate, and this class checks
-and averages what they do not."""
+"""Forward and backward of one model in shards: `fully_shard` and tensor parallelism communicate; this class checks the
+order of submodules, and averages gradients that they do not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from fabric.strategies.tensors.dtensor import local_part, user_class
 
 @final
 class ShardedGradientSync(GradientSync):
-    """One model. `averaging`: of the gradients that no unit reduces; None: the root is a unit, and reduces all."""
+    """One model. `averaging`: averages gradients that no unit reduces; None: the root is a unit, and reduces all."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ShardedGradientSync(GradientSync):
         self.uninitialized, self.averaging = uninitialized, averaging
         self.data = runtime.collective if averaging is None else averaging.data
         self.buffered = list(module.modules()) if broadcast_buffers and runtime.world.size > 1 else []
-        units = fsdp_modules(module)
+        self.fsdp_units = units = fsdp_modules(module)
         self.refuses = INPUTS_OF_SHARDS if units else {}
         self.additions = AddedParameters(module, by_name=bool(units))
         self.gather_outside_inference = GatherOutsideInference(units)
@@ -51,15 +51,8 @@ class ShardedGradientSync(GradientSync):
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._ordered(function, args, kwargs)
 
-    def set_synced(self, synced: bool) -> None:
-        self.synced = synced
-        if self.averaging is None:
-            cast(Any, self.module).set_requires_gradient_sync(synced)
-        else:
-            self.averaging.set_synced(synced)
-
     def watch(self) -> Finish | None:
-        average = None if self.averaging is None else self.averaging.watch()
+        average = self.averaging.average if self.averaging is not None and self.synced else None
         return all_of(self.order.watch(), self.reductions.watch(synced=self.synced), average)
 
     def parameters_held(self) -> Iterable[Tensor]:
@@ -88,19 +81,16 @@ class ShardedGradientSync(GradientSync):
 
 
 _NOT_GATHERED = (
-    "Forward of `{model}` computed with a parameter that is in shards: those of a unit are gathered where it is called "
-    "as a module. Call `block(x)` instead of parts of it, such as `block.attention(x)` or `block.weight`; or write "
-    "`FSDPStrategy(auto_wrap_policy=None)`, which gathers the whole model at once. `fabric.strategy.units(model)` has "
-    "their names."
+    "Forward of `{model}` computed with a parameter that is in shards: the parameters of a unit are gathered when the "
+    "unit is called as a module. Call `block(x)` instead of parts of it, such as `block.attention(x)` or "
+    "`block.weight`; or write `FSDPStrategy(auto_wrap_policy=None)`, which gathers the whole model at once. "
+    "`fabric.strategy.units(model)` has the names of the units."
 )
 
 
 @final
 class MeshAveraging:
-    """Gradient averaging of one model on a mesh, and whether the next backward synchronises.
-
-    Ranks: all create it together, one for each model.
-    """
+    """Gradient averaging of one model on a mesh. Ranks: all create it together, one for each model."""
 
     def __init__(self, runtime: Runtime, module: nn.Module) -> None:
         assert runtime.mesh is not None
@@ -110,26 +100,13 @@ class MeshAveraging:
         wanted = {axes for axes in (*by_axes, data) if axes}
         wanted = wanted.union(*runtime.collective.all_gather_object(wanted))
         groups = {axes: along(runtime.collective, runtime.mesh, axes).for_gradients() for axes in sorted(wanted)}
-        self.module = module
-        self.synced = True
         self.parameters = list(module.parameters())
         self.unaveraged = [(groups[axes], parameters) for axes, parameters in by_axes.items()]
         self.data = groups[data] if data else None
         """The ranks that hold the same part of the model, and read other data; None: there is no other."""
-        self.sharded = fsdp_modules(module)
-
-    def watch(self) -> Callable[[], None] | None:
-        """See `GradientSync.watch`."""
-        return self.average if self.synced else None
 
     def average(self) -> None:
         """Average all gradients that no wrapper reduces. Ranks: all, after the backward."""
         redistribute(self.parameters)
         for collective, parameters in self.unaveraged:
             average(collective, parameters)
-
-    def set_synced(self, synced: bool) -> None:
-        """See `GradientSync.set_synced`."""
-        self.synced = synced
-        for part in self.sharded:
-            part.set_requires_gradient_sync(synced, recurse=False)

@@ -31,12 +31,12 @@ Parallelize: TypeAlias = "Callable[[Any, DeviceMesh], nn.Module | None]"
 """`function(model, mesh)` parallelizes the model in place, and may return it."""
 
 COPIES = (
-    "`all_gather(sync_grads=True)` over all ranks of a mesh, of which some read the same samples: the result would "
-    "have copies of them, which one process has not, and gradients would count each. Say which ranks read others: "
+    "`all_gather(sync_grads=True)` over all ranks of a mesh, where some ranks read the same samples: the result would "
+    "have copies of these samples, and gradients would count each copy. Name the axes of ranks that read others: "
     "`all_gather(x, group=along(fabric.collective, mesh, ['data', 'shard']), sync_grads=True)`, with the axes of your "
     "data, and `along` from `fabric.strategies`."
 )
-"""Why gradients cannot flow through a gather over ranks of which some read the same data."""
+"""The error of a gather with gradients over ranks that read the same data."""
 
 
 def check_written(written: Mapping[str, Degree]) -> None:
@@ -87,7 +87,8 @@ def degree(mesh: DeviceMesh, axis: str) -> int:
 def along(collective: Collective, mesh: DeviceMesh, axes: Sequence[str]) -> Collective:
     """The collective of the ranks that differ from this one only along `axes`.
 
-    Ranks: all of the mesh, which is that of `collective`, with the same `axes`. Raises: ValueError: no such axis.
+    Ranks: all of the mesh and of `collective`, which are the same, with the same `axes`.
+    Raises: ValueError: no such axis.
     """
     assert mesh.mesh_dim_names is not None
     if not axes or not set(axes) <= set(mesh.mesh_dim_names):
@@ -163,8 +164,8 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, function: Parallelize) -> n
 
 
 def unaveraged(module: nn.Module, mesh: DeviceMesh) -> dict[tuple[str, ...], list[nn.Parameter]]:
-    """The parameters of a parallelized model whose gradients no wrapper averages, by the axes along which it does not.
-    Along all other data axes `fully_shard` does.
+    """The parameters of a parallelized model, by the data axes along which `fully_shard` does not average their
+    gradients.
 
     Raises: ValueError: an axis is not used, or a parameter would get wrong gradients.
     """
@@ -198,7 +199,7 @@ def _axes_of(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> frozenset[
     if axes is None:
         raise ValueError(
             f"`{name}` is sharded over a mesh of its own, {sharded.device_mesh}, which is no submesh of the mesh "
-            "that `parallelize_fn` was given. Take parts of that one: `mesh['tensor']`, `mesh['data', 'shard']`."
+            "that `parallelize_fn` was given. Take submeshes of this: `mesh['tensor']`, `mesh['data', 'shard']`."
         )
     mixed = next((each for each in axes if len(each) > 1 and not each <= set(DATA_AXES)), None)
     if mixed is not None:

@@ -1,8 +1,8 @@
-"""The state of sharded modules and optimizers: read whole or in shards, and loaded in the layout of what is there."""
+"""The state of sharded modules and optimizers: read whole or in shards, and loaded in the present layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from functools import cache
 from typing import TYPE_CHECKING, Any, final
@@ -13,9 +13,18 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import StateAccess, by_saved_index, converts, map_state
 from fabric.strategies.checkpoint.tensors import Stored, TensorShards, in_memory, is_extra_state
+from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.tensors.chunk import whole as whole_chunk
 from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part, shard_like, whole
-from fabric.strategies.tensors.wrapper_subclass import Wrapped, is_wrapped, on_cpu, plain_state
+from fabric.strategies.tensors.nests import map_leaves, map_only_tensors
+from fabric.strategies.tensors.wrapper_subclass import (
+    Wrapped,
+    is_wrapped,
+    on_cpu,
+    plain_state,
+    put_together,
+    taken_apart,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -121,6 +130,28 @@ class ShardedState(StateAccess):
         _refuse_wrapped(local_part(value))
         gathered = whole(value)
         return gathered.detach().to("cpu") if self.keeps else torch.empty(0)
+
+
+def entries_on_rank_zero(collective: Collective, mine: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The entries of all ranks, one at a time, with their tensors on the CPU of rank 0; nothing on other ranks.
+
+    If several ranks have an entry, that of the first rank counts. Ranks: all call it.
+    """
+    whole: dict[Any, Any] = {}
+    for rank, keys in enumerate(collective.all_gather_object(list(mine))):
+        for key in keys:
+            entry = collective.broadcast_object(map_only_tensors(taken_apart, mine.get(key)), src=rank)
+            if collective.rank == 0 and key not in whole:
+                whole[key] = map_leaves(_on_cpu, entry, is_leaf=_is_whole)
+    return whole
+
+
+def _is_whole(leaf: Any) -> bool:
+    return isinstance(leaf, (Tensor, Wrapped))
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return put_together(leaf, lambda tensor: tensor.detach().to("cpu")) if _is_whole(leaf) else leaf
 
 
 def tensor_shards(value: Any, holders: Callable[[DeviceMesh, tuple[Placement, ...]], tuple[int, ...]]) -> Any:

@@ -6,8 +6,8 @@ them. Meanwhile the gradient of a shard is a `GradientPlaceholder`: if that is z
 gradient is discarded.
 
 # Note [Parameters that some ranks do not use]
-torch packs the gradients that a rank has of one unit side by side, and sums those of all ranks by position. So each
-rank sends zeros for those that it did not use (from torch 2.13 on; with an older torch, ranks that used different
+torch packs a rank's gradients of one unit side by side, and sums those of all ranks by position. So each rank sends
+zeros for the parameters that it did not use (from torch 2.13 on; with an older torch, ranks that used different
 parameters raise). A parameter that no rank used gets None again, as in plain PyTorch: an optimizer would change it even
 if its gradient is zero. Only a rank that did not use one waits for the other ranks' answer.
 """
@@ -39,7 +39,7 @@ _gradient = attrgetter("grad")
 
 @final
 class UnreducedGradients:
-    """Those of one model. `units`: the modules that `fully_shard` was called on.
+    """The unfinished gradients of one model. `units`: the modules that `fully_shard` was called on.
 
     Cost: a byte for each parameter, sent in each backward that gives shards their first gradients.
     """
@@ -55,11 +55,11 @@ class UnreducedGradients:
         self._unhooked = list(self._params)
         self._hooks: list[RemovableHandle] = []
         self._nodes: list[Node] = []
-        """Those that accumulate the gradients of shards, which autograd drops unless they are kept."""
+        """The nodes that accumulate gradients of shards: autograd drops a node that nobody keeps."""
         self._used: list[Tensor] = []
         """The gathered copies that got gradients which are not reduced yet."""
         self._answers: Callable[[], object] = int
-        """Waits for the other ranks' answers of the latest backward, of which this rank needed none."""
+        """Waits for the other ranks' answers of the latest backward, if this rank did not need them."""
 
     def watch(self, *, synced: bool) -> Finish | None:
         """See `GradientSync.watch`. `synced`: whether this backward reduces gradients."""
@@ -110,7 +110,8 @@ class UnreducedGradients:
         return True
 
     def _finish(self, before: list[Tensor | None], num_kept: int) -> None:
-        """After a backward that reduces gradients. `before`: those of the shards; `num_kept`: of `_used`."""
+        """After a backward that reduces gradients. `before`: the gradients of the shards before it; `num_kept`: the
+        length of `_used` then."""
         for send in self._zeros:
             send(False, recurse=False)
         if not {None}.issuperset(map(_gradient, self._used[num_kept:])):
@@ -160,8 +161,8 @@ def _is_unreduced(each: Any) -> bool:
 
 
 _LOST = (
-    "This backward gave gradients to gathered parameters of `{model}` that are averaged over no ranks: none of the "
-    "outputs of their forward is part of this loss. Use parameters within `forward`, or in a method of the model after "
+    "This backward gave gradients to gathered parameters of `{model}` that are averaged over no ranks, because no "
+    "output of their forward is part of this loss. Use parameters within `forward`, or in a method of the model after "
     "`model.mark_forward_method('name')`; and return tensors, not a function or a generator that has them."
 )
 _APART = (

@@ -15,8 +15,8 @@ from fabric.strategies.tensors.wrapper_subclass import is_wrapped, plain_tensors
 
 _CHUNK = 2**20
 _PIECE = 2**14
-"""What is read at once on the CPU. Of larger pieces, glibc's allocator makes holes in its heap, and the gradients that
-were there get new memory: a model of 46M weights took 177 MiB more. On an accelerator, fewer kernels are faster."""
+"""Elements that are read at once on the CPU. Larger pieces leave holes in the heap of glibc's allocator, and gradients
+get new memory instead: a model of 46M weights took 177 MiB more. On an accelerator, fewer kernels are faster."""
 _FACTOR = 0x5851F42D4C957F2D
 
 
@@ -24,8 +24,8 @@ _FACTOR = 0x5851F42D4C957F2D
 def digest_of(tensor: Tensor) -> Tensor | None:
     """A 64-bit digest of this rank's part of the tensor, on its device: int64, no dimensions. The same on all devices.
 
-    None where there are no bits to read: on the meta device, or in a class of its own; of a quantised weight, that of
-    its plain tensors. Cost: reads the tensor once; holds 0.4 MB more on the CPU, 32 MB on an accelerator, and a copy of
+    None on the meta device, and for tensors of a class of their own. The digest of a quantised weight is that of its
+    plain tensors. Cost: reads the tensor once; holds 0.4 MB more on the CPU, 32 MB on an accelerator, and a copy of
     a tensor that is not contiguous.
     """
     tensor = local_part(tensor).detach()

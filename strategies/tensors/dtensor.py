@@ -56,7 +56,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def on_mesh(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The tensor on the mesh's kind of device. One that is there stays: in a thread, the current device is another."""
+    """The tensor on the mesh's kind of device, or itself if it is there: a thread has another current device."""
     return tensor if tensor.device.type == mesh.device_type else tensor.to(mesh.device_type)
 
 

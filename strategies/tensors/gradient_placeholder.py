@@ -1,8 +1,8 @@
 """A placeholder in `parameter.grad` for a gradient that is kept in shards, elsewhere.
 
-It shows whether the gradient was zeroed, by `zero_grad` of a model, of a submodule or of an optimizer, or, where it is
-gone, by `parameter.grad = None`. Without it there would be nothing to zero. Computing with a placeholder raises; None
-would be skipped silently.
+`zero_grad` of a model, a submodule or an optimizer marks the placeholder as zeroed, or removes it, as
+`parameter.grad = None` does; so the strategy knows that the gradient was discarded. Computing with a placeholder
+raises, where None would be skipped silently.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GradientPlaceholder(Tensor):
 
     @staticmethod
     def __new__(cls, parameter: Tensor, why: str) -> GradientPlaceholder:
-        """Of the shape, dtype and device of the parameter. `why`: how the error of other operations goes on."""
+        """A placeholder with the shape, dtype and device of the parameter. `why`: the end of the error's sentence."""
         made: GradientPlaceholder = Tensor._make_wrapper_subclass(
             cls, parameter.size(), dtype=parameter.dtype, device=parameter.device
         )

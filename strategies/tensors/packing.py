@@ -14,6 +14,8 @@ from typing import cast, final
 import torch
 from torch import Tensor
 
+from fabric.strategies.tensors.wrapper_subclass import WrapperSubclass
+
 LARGE_BYTES = 2**19
 """From this size on a tensor is sent alone: copying it into a common buffer costs more than a message of its own.
 
@@ -29,7 +31,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_dense(tensor: Tensor) -> None:
     """Raise TypeError unless `tensor` is a dense tensor on one device."""
     is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-    if not is_dense or hasattr(type(tensor), "__tensor_flatten__"):
+    if not is_dense or isinstance(tensor, WrapperSubclass):
         raise TypeError(
             f"A `{type(tensor).__name__}` of layout {tensor.layout} and dtype {tensor.dtype} is no plain dense tensor, "
             "and a collective moves nothing else. Pass its parts: `.to_local()` or `.full_tensor()` of a DTensor, "

@@ -1,4 +1,4 @@
-"""What a random generator is, whoever owns it."""
+"""The interface of a random generator, of Python, NumPy, torch or a device."""
 
 from __future__ import annotations
 

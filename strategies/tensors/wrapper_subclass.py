@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard, final
+from typing import Any, Protocol, TypeGuard, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,18 @@ from torch import Tensor, nn
 from fabric.strategies.tensors.dtensor import as_sharded
 
 
+@runtime_checkable
+class WrapperSubclass(Protocol):
+    """PyTorch's protocol, which DTensors and nested tensors follow, too."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]: ...
+
+
 def is_wrapped(value: object) -> TypeGuard[Any]:
-    """Whether this is a tensor whose values are in other tensors, and no DTensor."""
-    return (
-        isinstance(value, Tensor)
-        and type(value) not in (Tensor, nn.Parameter)
-        and hasattr(type(value), "__tensor_flatten__")
-        and not value.is_nested
-        and as_sharded(value) is None
-    )
+    """Whether this is a tensor whose values are in other tensors, and neither a DTensor nor nested."""
+    if not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter):
+        return False
+    return isinstance(value, WrapperSubclass) and not value.is_nested and as_sharded(value) is None
 
 
 def plain_tensors(tensor: Tensor, name: str = "") -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ class Pipeline:
     of one process, and ranks that were seeded alike draw equal numbers.
 
     Schedules: GPipe; 1F1B (Narayanan et al., SC 2019); Interleaved1F1B (SC 2021); LoopedBFS (Lamy-Poirier, MLSys 2023).
-    Those that compute the gradients of weights separately from those of inputs lose some of them in torch 2.13.
+    Schedules that compute gradients of weights apart from gradients of inputs lose some gradients in torch 2.13.
     """
 
     degree: int

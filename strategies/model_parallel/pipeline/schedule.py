@@ -15,31 +15,32 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.model_parallel.pipeline.options import OF_ONE_STAGE, Pipeline
 from fabric.strategies.model_parallel.pipeline.split import Stage
 from fabric.strategies.module.forward import ForwardPath
+from fabric.strategies.module.initialization import UninitializedTensors
 from fabric.strategies.module.output_tensors import replace_tensors
+from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.precision.precision import autocast, cast_inputs, cast_output, casts
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.fully_shard import fsdp_modules
+from fabric.strategies.sharding.gradient_sync import MeshAveraging
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.dtensor import local_part
 from fabric.strategies.tensors.nests import map_only_tensors, tensors_in
 from fabric.strategies.tensors.packing import Spec
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,49 +56,63 @@ class _Batch:
 
 
 @final
-class Stages:
-    """The stages of one model on this rank, and their schedules. Ranks: all of the axis construct and call it.
+class PipelineGradientSync(GradientSync):
+    """The stages of one model on this rank, and their schedules: `forward` runs a whole schedule, backward included.
 
-    `collective`, `group`: the ranks of the axis "pipeline"; torch uses the group.
+    `line`: the ranks of the axis "pipeline". `peers`: the ranks with the same stages. Ranks: all construct and call it.
     """
 
     def __init__(
-        self, options: Pipeline, runtime: Runtime, stages: Sequence[Stage], collective: Collective, group: ProcessGroup
+        self,
+        options: Pipeline,
+        runtime: Runtime,
+        module: nn.Module,
+        stages: Sequence[Stage],
+        uninitialized: UninitializedTensors,
+        line: Collective,
+        peers: Collective,
     ) -> None:
-        self.options = options
-        self.runtime = runtime
-        self.stages = stages
-        self.collective = collective
-        self.group = group
+        self.options, self.runtime, self.stages = options, runtime, stages
+        self.uninitialized, self.line, self.peers = uninitialized, line, peers
         self.holds_first = any(stage.index == 0 for stage in stages)
         self.holds_last = any(stage.index == options.num_stages - 1 for stage in stages)
-        named = {name: each for stage in stages for name, each in stage.module.named_parameters()}
-        self.parameters = [parameter for parameter in named.values() if parameter.requires_grad]
-        self.sharded = [part for stage in stages for part in fsdp_modules(stage.module)]
+        parts = nn.ModuleDict({f"stage {stage.index}": stage.module for stage in stages})
+        self.averaging = MeshAveraging(runtime, parts)
+        self.parameters = [parameter for parameter in self.averaging.parameters if parameter.requires_grad]
+        self.sharded = fsdp_modules(parts)
+        self.additions = AddedParameters(module, by_name=bool(self.sharded))
         self.factor = 1.0
         self.paths = [ForwardPath(stage.module, self._within_stage) for stage in stages]
         self._built: dict[bool, tuple[list[Spec], Any]] = {}
         """The shapes of the last batch, and torch's schedule for them: for training, and for evaluation."""
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward of the user's model. Of `function`, its original forward, the signature alone is used."""
+        """The forward of the user's model. Only the signature of `function`, its original forward, is used."""
+        self.uninitialized.check(self.peers)  # not all ranks: other stages may have no empty tensors
+        self.additions.refuse()
+        self.runtime.draw_apart()
         batch = _read(function, args, kwargs)
         if casts(self.runtime.precision):
             batch = _Batch(*cast_inputs(self.runtime.precision, (batch.args, batch.kwargs, batch.target)))
         trains = torch.is_grad_enabled()
         if trains:
-            self._refuse_untrainable(batch)
+            _refuse_untrainable(batch)
         for stage in self.stages:
             stage.copy_mode()
         schedule, is_new = self._schedule_for(batch, trains=trains)
-        with self.runtime.new_tensors:
+        with self.unsynced(), self.runtime.new_tensors:  # the schedule's backward is not the user's
             output = self._train(schedule, batch, is_new=is_new) if trains else self._evaluate(schedule, batch)
         if self.runtime.precision.output_dtype is None:
             return output
         return replace_tensors(output, partial(cast_output, self.runtime.precision))
 
+    def watch(self) -> Finish | None:
+        return self.averaging.average if self.synced else None
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.averaging.parameters
+
     def release(self) -> None:
-        """Restore the forward of the stages."""
         for path in self.paths:
             path.release()
 
@@ -118,7 +133,7 @@ class Stages:
             self._run(schedule, batch, losses)
             gradients = [parameter.grad for parameter in self.parameters]
         total = torch.stack(losses).detach().sum() / scale if self.holds_last else None
-        total = self.collective.broadcast_object(total, self.options.degree - 1)
+        total = self.line.broadcast_object(total, self.options.degree - 1)
         anchor = torch.zeros((), requires_grad=True)  # a stage may have nothing to train
         loss: Tensor = _AttachGradients.apply(total, scale, gradients, anchor, *self.parameters)  # type: ignore[no-untyped-call]
         return loss
@@ -127,7 +142,7 @@ class Stages:
         result = self._run(schedule, batch)
         if batch.target is not None and self.holds_last:
             result = self._loss(result, batch.target)
-        return self.collective.broadcast_object(result, self.options.degree - 1)
+        return self.line.broadcast_object(result, self.options.degree - 1)
 
     def _run(self, schedule: Any, batch: _Batch, losses: list[Tensor] | None = None) -> Any:
         last = {"target": batch.target, "losses": losses} if self.holds_last and losses is not None else {}
@@ -158,16 +173,17 @@ class Stages:
         for place, tensor in enumerate(tensors):
             content = f", content {digest_of_all([tensor])}" if with_content else ""
             lines.append(f"tensor {place} of the batch: {Spec.of(tensor)}{content}")
-        check_call(self.collective, "\n".join(lines))
+        check_call(self.line, "\n".join(lines))
 
     def _build(self, count: int, *, trains: bool) -> Any:
+        assert self.runtime.mesh is not None
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
-        is_one = self.options.schedule in OF_ONE_STAGE
+        is_one, group = self.options.schedule in OF_ONE_STAGE, self.runtime.mesh.get_group("pipeline")
         name = self.options.schedule if trains else ("GPipe" if is_one else "LoopedBFS")
         stages = [
-            PipelineStage(stage.module, stage.index, self.options.num_stages, self.runtime.device, group=self.group)
+            PipelineStage(stage.module, stage.index, self.options.num_stages, self.runtime.device, group=group)
             for stage in self.stages
         ]
         return get_schedule_class(name)(
@@ -184,19 +200,6 @@ class Stages:
     def _scaled_loss(self, outputs: Any, target: Tensor) -> Tensor:
         """The contribution of a micro-batch to the loss of the batch, times the loss scale."""
         return self._loss(outputs, target) * self.factor
-
-    def _refuse_untrainable(self, batch: _Batch) -> None:
-        if batch.target is None:
-            raise RuntimeError(
-                "A model in a pipeline was called without a target while gradients are enabled: backward runs within "
-                "the call, and starts at the loss. Write `loss = model(inputs, target)` to train, or call it within "
-                "`torch.no_grad()` to get its outputs."
-            )
-        if any(tensor.requires_grad for tensor in batch.tensors()):
-            raise RuntimeError(
-                "A model in a pipeline was given a tensor that requires gradients, which it would not get. Pass "
-                "`tensor.detach()`, or compute it within the first stage."
-            )
 
 
 @final
@@ -275,6 +278,20 @@ def _read(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     rest = {name: value for name, value in kwargs.items() if name != "target"}
     target = args[place] if place < len(args) else kwargs.get("target")
     return _Batch((*args[:place], *args[place + 1 :]), rest, target)
+
+
+def _refuse_untrainable(batch: _Batch) -> None:
+    if batch.target is None:
+        raise RuntimeError(
+            "A model in a pipeline was called without a target while gradients are enabled: backward runs within "
+            "the call, and starts at the loss. Write `loss = model(inputs, target)` to train, or call it within "
+            "`torch.no_grad()` to get its outputs."
+        )
+    if any(tensor.requires_grad for tensor in batch.tensors()):
+        raise RuntimeError(
+            "A model in a pipeline was given a tensor that requires gradients, which it would not get. Pass "
+            "`tensor.detach()`, or compute it within the first stage."
+        )
 
 
 def _num_microbatches(tensors: Sequence[Tensor], most: int, *, divides: bool) -> int:

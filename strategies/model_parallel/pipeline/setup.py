@@ -6,34 +6,29 @@ this rank are moved to its device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
 from fabric.strategies.gradients.clipping import clip_norm
-from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
-from fabric.strategies.model_parallel.pipeline.schedule import Stages
+from fabric.strategies.model_parallel.pipeline.schedule import PipelineGradientSync
 from fabric.strategies.model_parallel.pipeline.split import assign, drop_other_stages, split_model
 from fabric.strategies.model_parallel.pipeline.state import PipelineState, WholeModel
 from fabric.strategies.module.deepcopy import IN_STAGES, refuse_copies
 from fabric.strategies.module.forward import ForwardPath
-from fabric.strategies.module.initialization import UninitializedTensors, in_order_of_apply
-from fabric.strategies.module.parameter_changes import AddedParameters
+from fabric.strategies.module.initialization import UninitializedTensors
 from fabric.strategies.optimizers.owners import refuse_owners
 from fabric.strategies.optimizers.rebinding import rebinding
 from fabric.strategies.prepare import place, prepared
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.fully_shard import fsdp_modules
-from fabric.strategies.sharding.gradient_sync import MeshAveraging
 from fabric.strategies.sharding.mesh import along
 from fabric.strategies.sharding.sharded_state import ShardedState
 
@@ -66,19 +61,15 @@ def pipelined(
     drop_other_stages(inner, stages)
     whole.leave(optimizers)
     with rebinding(inner, optimizers):
-        for part in in_order_of_apply(inner):
-            uninitialized.fill(part, runtime.device, peers)
-        uninitialized.finish(None, runtime.device, peers)  # `init_weights` would need the stages that were dropped
-        if uninitialized.was_empty and peers.size > 1:
-            broadcast_from_rank_zero(peers, (*inner.parameters(), *inner.buffers()))
+        # `init_weights` would need the stages that were dropped.
+        uninitialized.fill_all(inner, runtime.device, peers, init_weights=False)
         place(runtime, inner, optimizers, move=move)
         for stage in stages:
             assign(inner, stage.module)
             parallelize(stage.module)
             assign(stage.module, inner)
     refuse_owners(optimizers, "a stage of this pipeline")
-    running = Stages(options, runtime, stages, line, mesh.get_group("pipeline"))
-    sync = PipelineGradientSync(runtime, inner, running, peers, uninitialized)
+    sync = PipelineGradientSync(options, runtime, inner, stages, uninitialized, line, peers)
     path = ForwardPath(inner, sync.forward, _refuse_mark)
     made = prepared(runtime, module, optimizers, sync, path, refuse_copies(inner, IN_STAGES))
     return replace(
@@ -86,49 +77,6 @@ def pipelined(
         clip_norm=partial(clip_norm, scaler=runtime.loss_scaler, across=line),
         state=PipelineState(whole, ShardedState(peers.rank), line, rank=runtime.world.rank, keeps=peers.rank == 0),
     )
-
-
-@final
-class PipelineGradientSync(GradientSync):
-    """Synchronises a model in a pipeline: `forward` runs the whole schedule, backward included.
-
-    `peers`: the ranks with the same stages.
-    """
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        module: nn.Module,
-        stages: Stages,
-        peers: Collective,
-        uninitialized: UninitializedTensors,
-    ) -> None:
-        self.peers, self.uninitialized, self.runtime, self.stages = peers, uninitialized, runtime, stages
-        parts = nn.ModuleDict({f"stage {each.index}": each.module for each in stages.stages})
-        self.averaging = MeshAveraging(runtime, parts)
-        # A schedule makes `fully_shard` reduce gradients also within `no_backward_sync`.
-        self.averaging.sharded.clear()
-        self.additions = AddedParameters(module, by_name=bool(fsdp_modules(module)))
-
-    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.uninitialized.check(self.peers)  # not all ranks: other stages may have no empty tensors
-        self.additions.refuse()
-        self.runtime.draw_apart()
-        with self.unsynced():  # those of the schedule are not the user's backward
-            return self.stages.forward(function, args, kwargs)
-
-    def set_synced(self, synced: bool) -> None:
-        self.synced = synced
-        self.averaging.set_synced(synced)
-
-    def watch(self) -> Finish | None:
-        return self.averaging.watch()
-
-    def parameters_held(self) -> Iterable[Tensor]:
-        return self.averaging.parameters
-
-    def release(self) -> None:
-        self.stages.release()
 
 
 def _refuse_mark(method: str) -> None:

@@ -119,7 +119,7 @@ def _is_whole(copy: nn.Module, original: nn.Module) -> bool:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    """All attributes, by identity; those of the tree by what is in them."""
+    """All attributes by identity; the dicts of the tree by their entries."""
     attributes = {name: id(value) for name, value in vars(module).items()}
     tree = {name: {key: id(each) for key, each in vars(module)[name].items()} for name in TREE}
     return {**attributes, **tree, "_non_persistent_buffers_set": module._non_persistent_buffers_set}

@@ -6,11 +6,10 @@ parameters have the indices that they had before `setup`, in the unsplit model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,7 +17,8 @@ from fabric.strategies.checkpoint.state import PLAIN, StateAccess
 from fabric.strategies.checkpoint.tensors import TensorShards, no_shards, replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.optimizers.elementwise import updates_each
-from fabric.strategies.tensors.packing import Spec
+from fabric.strategies.sharding.sharded_state import entries_on_rank_zero
+from fabric.strategies.tensors.nests import map_leaves
 from fabric.strategies.tensors.parameters import parameters_of
 
 
@@ -51,8 +51,8 @@ class WholeModel:
         for optimizer in optimizers:
             if updates_each(optimizer) == "model":
                 raise ValueError(
-                    f"`{type(optimizer).__name__}` computes each step from the gradients of all parameters, and in a "
-                    "pipeline a rank has only those of its stages. Use one that updates each by itself, such as AdamW."
+                    f"`{type(optimizer).__name__}` computes each step from the gradients of all parameters, and a "
+                    "rank has the gradients of its stages only. Use one that updates each by itself, such as AdamW."
                 )
             index = {parameter: place for place, parameter in enumerate(dict.fromkeys(parameters_of(optimizer)))}
             groups = _Groups([], [])
@@ -69,7 +69,8 @@ class WholeModel:
 class PipelineState(StateAccess):
     """Rank 0 receives the state of other ranks' stages, tensor by tensor, on the CPU.
 
-    Nothing is gathered to be saved: each rank writes its shards, and the line with rank 0 the plain tensors of stages.
+    Nothing is gathered to be saved: each rank writes its shards, and the ranks of the line with rank 0 write the plain
+    tensors of their stages.
     `inner`: gathers the shards within a stage. `line`: the ranks of the axis "pipeline". `rank`: of this process.
     `keeps`: whether the line includes rank 0, which gathers.
     """
@@ -108,19 +109,13 @@ class PipelineState(StateAccess):
     ) -> dict[str, Any]:
         groups = self._groups(optimizer)
         flat = [index for kept in groups.kept for index in kept]
-        states = content.get("state", {})
-        gathered = combine(
-            {(flat[place], name): value for place, entries in states.items() for name, value in entries.items()}
-        )
-        if not gathered and not content:
+        whole = combine({flat[place]: entries for place, entries in content.get("state", {}).items()})
+        if not whole and not content:
             return {}
-        whole: dict[int, dict[str, Any]] = {}
-        for index, name in sorted(gathered, key=lambda key: key[0]):
-            whole.setdefault(index, {})[name] = gathered[index, name]
         described = [
             {**group, "params": indices} for group, indices in zip(content["param_groups"], groups.indices, strict=True)
         ]
-        return {**content, "state": whole, "param_groups": described}
+        return {**content, "state": dict(sorted(whole.items())), "param_groups": described}
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         groups = self._groups(optimizer)
@@ -146,9 +141,9 @@ class PipelineState(StateAccess):
     def _pieces(self, mine: Mapping[Any, Any]) -> dict[Any, Any]:
         """The entries of all ranks of `line`, with tensors as `TensorShards`: the tensors of other stages have no
         values."""
-        own = {key: self._piece(value) for key, value in mine.items()}
+        own = map_leaves(self._piece, dict(mine), is_leaf=_is_tensor)
         whole: dict[Any, Any] = {}
-        for described in self.line.all_gather_object({key: _without_values(value) for key, value in own.items()}):
+        for described in self.line.all_gather_object(map_leaves(_without_values, own, is_leaf=_is_tensor)):
             whole = {**described, **whole}
         return {**whole, **own}
 
@@ -159,22 +154,11 @@ class PipelineState(StateAccess):
 
     def _gathered(self, mine: Mapping[Any, Any]) -> dict[Any, Any]:
         """The entries of all ranks of `line` on its rank 0, nothing on others. Ranks: all of `line` call it."""
-        if not self.keeps:
-            return {}
-        tensors = {key: value.detach().to("cpu") for key, value in mine.items() if isinstance(value, Tensor)}
-        others = {key: value for key, value in mine.items() if key not in tensors}
-        gathered = self.line.all_gather_object(({key: Spec.of(tensor) for key, tensor in tensors.items()}, others))
-        if self.line.rank != 0:
-            for tensor in tensors.values():
-                self.line.send(tensor, 0)
-            return {}
-        whole: dict[Hashable, Any] = {}
-        for rank, (specs, plain) in enumerate(gathered):
-            whole = {**plain, **whole}
-            for key, spec in specs.items():
-                like = torch.empty(spec.shape, dtype=spec.dtype) if rank else tensors[key]
-                whole[key] = self.line.recv(like, rank) if rank else like
-        return whole
+        return entries_on_rank_zero(self.line, mine) if self.keeps else {}
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, (Tensor, TensorShards))
 
 
 def _without_values(value: Any) -> Any:

@@ -432,7 +432,7 @@ def test_each_parameter_has_one_owner_and_the_ranks_own_about_as_much() -> None:
     assert found is not None
     assert found["owners of each"] == [1] * 6
     assert found["numbers on each rank"] == [40, 40]
-    assert "this rank has the state of what it steps alone. `fabric.save(path," in found["state_dict"]
+    assert "this rank has only the state of the parameters that it steps. `fabric.save(path," in found["state_dict"]
     assert found["copy"] == (AdamW, AdamW)
     assert "ValueError: `shard_optimizer=True` cannot run `LBFGS`" in found["lbfgs"]
     assert not found["lbfgs left it"]

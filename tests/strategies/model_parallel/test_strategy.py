@@ -523,7 +523,7 @@ def gather_gradients(fabric: Fabric, strategy: ModelParallelStrategy) -> dict[st
     mine = model(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).chunk(group.size)[group.rank])
     if "gather_gradients" in strategy.lacks:
         with pytest.raises(
-            ValueError, match=r"over all ranks of a mesh, of which some read the same samples: .*along\("
+            ValueError, match=r"over all ranks of a mesh, where some ranks read the same samples: .*along\("
         ):
             fabric.all_gather(mine, sync_grads=True)
     everyone = fabric.all_gather(mine, group=group, sync_grads=True).flatten(0, 1)

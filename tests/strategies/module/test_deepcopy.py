@@ -58,33 +58,6 @@ def test_a_forward_of_the_instance_belongs_to_the_copy() -> None:
     assert other(torch.ones(1, 2)).item() == 4.0
 
 
-def clone_with_other_weights(module: nn.Module) -> nn.Module:
-    """As libraries for meta-learning clone a module: the same attributes, and other tensors in `_parameters`."""
-    clone = module.__new__(type(module))
-    clone.__dict__ = module.__dict__.copy()
-    clone._parameters = {name: 0 * parameter for name, parameter in module._parameters.items()}  # type: ignore[assignment, operator, misc]
-    return clone
-
-
-@pytest.mark.parametrize("has_hooks", [False, True], ids=["plain", "hooks"])
-@pytest.mark.parametrize("of_instance", [False, True], ids=["of the class", "of the instance"])
-def test_a_clone_with_the_attributes_of_a_prepared_module_runs_with_its_own_weights(
-    of_instance: bool, has_hooks: bool
-) -> None:
-    linear = nn.Linear(2, 1)
-    if of_instance:
-        linear.forward = MethodType(twice, linear)  # type: ignore[method-assign]
-    seen: list[object] = []
-    ForwardPath(linear, lambda function, args, kwargs: seen.append(function) or function(*args, **kwargs))
-    if has_hooks:
-        linear.register_forward_hook(lambda *_: None)
-    clone = clone_with_other_weights(linear)
-    assert clone(torch.ones(1, 2)).item() == 0.0
-    assert not seen
-    assert linear(torch.ones(1, 2)).item() != 0.0
-    assert len(seen) == 1
-
-
 def test_a_module_that_delegates_its_forward_runs_the_prepared_module() -> None:
     linear, seen = nn.Linear(2, 1), []
     ForwardPath(linear, lambda function, args, kwargs: seen.append(function) or function(*args, **kwargs))

@@ -93,6 +93,20 @@ def test_a_dictionary_whose_keys_are_its_attributes_is_so_afterwards() -> None:
     assert after.value.tolist() == [2.0, 2.0]
 
 
+def test_an_object_that_the_model_may_keep_is_not_changed() -> None:
+    kept = Linked(torch.ones(2))
+    output = replace_tensors(kept, lambda tensor: tensor + 1)
+    assert kept.value.tolist() == [1.0, 1.0]
+    assert output.value.tolist() == [2.0, 2.0]
+    assert output.me is output
+    assert output.module is kept.module
+
+
+def test_an_object_without_tensors_is_itself_afterwards() -> None:
+    output = SimpleNamespace(number=1, inner=SimpleNamespace())
+    assert replace_tensors(output, lambda tensor: tensor + 1) is output
+
+
 def test_a_long_chain_of_objects_is_searched_from_its_start() -> None:
     chain = SimpleNamespace(next=None)
     for _ in range(10_000):

@@ -93,7 +93,7 @@ def orders(fabric: Fabric, moment: str, compiled: bool) -> tuple[list[float], st
 
 def hooks_of_ours(module: nn.Module) -> int:
     found = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
-    hooks = [getattr(hook, "_function", hook) for hook in found]
+    hooks = [getattr(hook, "function", hook) for hook in found]
     return sum(
         getattr(getattr(hook, "func", hook), "__module__", "") == "fabric.strategies.sharding.execution_order"
         for hook in hooks
