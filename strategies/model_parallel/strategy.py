@@ -19,31 +19,36 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
+from fabric.strategies.gradients.clipping import clip_norm
 from fabric.strategies.layout import SHARDS, Layout
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
-from fabric.strategies.model_parallel.pipeline.setup import pipelined
+from fabric.strategies.model_parallel.pipeline.schedule import PipelineGradientSync
+from fabric.strategies.model_parallel.pipeline.split import assign, drop_other_stages, split_model
+from fabric.strategies.model_parallel.pipeline.state import PipelineState, WholeModel
 from fabric.strategies.module.deepcopy import IN_SHARDS, IN_STAGES, refuse_copies
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import UninitializedTensors
 from fabric.strategies.module.model_checks import refuse_sharded, refuse_sparse_layers
+from fabric.strategies.optimizers.owners import refuse_owners
 from fabric.strategies.optimizers.owners_state import sharded_state
 from fabric.strategies.optimizers.rebinding import rebinding
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.precision import cast_module
-from fabric.strategies.prepare import make_contiguous, move_state, prepared, with_precision
+from fabric.strategies.prepare import make_contiguous, move_state, place, prepared, with_precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.fully_shard import list_hidden_tensors_of_units, mark_gathering, reshard_roots
 from fabric.strategies.sharding.gradient_sync import MeshAveraging, ShardedGradientSync
-from fabric.strategies.sharding.mesh import COPIES, Degree, Parallelize, check_written, complete, parallelize
+from fabric.strategies.sharding.mesh import COPIES, Degree, Parallelize, along, check_written, complete, parallelize
+from fabric.strategies.sharding.sharded_state import ShardedState
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.parameters import name_some
@@ -122,8 +127,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         if self.pipeline is not None:
-            lay_out = partial(self._parallelize, runtime)
-            return pipelined(self.pipeline, runtime, module, optimizers, move=move, parallelize=lay_out)
+            return self._pipelined(self.pipeline, runtime, module, optimizers, move)
         inner = uncompiled(module)
         refuse_sharded(inner, "Leave that to `parallelize_fn`, which `setup` calls once they are.")
         uninitialized = UninitializedTensors(inner)
@@ -144,6 +148,45 @@ class ModelParallelStrategy(ProcessGroupStrategy):
         made = prepared(runtime, module if result is inner else result, optimizers, sync, path, *ends)
         layout = replace(runtime.layout, averages_before_hooks=not averaging.unaveraged)
         return replace(made, layout=layout, state=sharded_state(runtime))
+
+    def _pipelined(
+        self, options: Pipeline, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool
+    ) -> Prepared:
+        """Split the model, keep this rank's stages, and parallelise them. Ranks: all of the mesh call it.
+
+        Weights are broadcast from rank 0 while every rank still has the whole model, and only the stages of this rank
+        are moved to its device.
+        """
+        mesh, inner = runtime.mesh, uncompiled(module)
+        assert mesh is not None
+        assert mesh.mesh_dim_names is not None
+        line = along(runtime.collective, mesh, ("pipeline",))
+        peers = along(runtime.collective, mesh, [axis for axis in mesh.mesh_dim_names if axis != "pipeline"])
+        whole = WholeModel(inner)
+        uninitialized = UninitializedTensors(inner)
+        all_stages = split_model(inner, options)
+        stages = [all_stages[index] for index in options.stages_of(line.rank)]
+        if runtime.world.size > 1:
+            broadcast_from_rank_zero(runtime.collective, _with_values(inner))
+        drop_other_stages(inner, stages)
+        whole.leave(optimizers)
+        with rebinding(inner, optimizers):
+            # `init_weights` would need the stages that were dropped.
+            uninitialized.fill_all(inner, runtime.device, peers, init_weights=False)
+            place(runtime, inner, optimizers, move=move)
+            for stage in stages:
+                assign(inner, stage.module)
+                self._parallelize(runtime, stage.module)
+                assign(stage.module, inner)
+        refuse_owners(optimizers, "a stage of this pipeline")
+        sync = PipelineGradientSync(options, runtime, inner, stages, uninitialized, line, peers)
+        path = ForwardPath(inner, sync.forward, _refuse_mark)
+        made = prepared(runtime, module, optimizers, sync, path, refuse_copies(inner, IN_STAGES))
+        return replace(
+            made,
+            clip_norm=partial(clip_norm, scaler=runtime.loss_scaler, across=line),
+            state=PipelineState(whole, ShardedState(peers.rank), line, rank=runtime.world.rank, keeps=peers.rank == 0),
+        )
 
     def _parallelize(self, runtime: Runtime, module: nn.Module) -> nn.Module:
         if self.parallelize_fn is None:
@@ -178,7 +221,7 @@ def place_and_broadcast(runtime: Runtime, module: nn.Module, optimizers: Sequenc
     """
     cast_module(runtime.precision, module)
     make_contiguous(module)
-    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
+    tensors = _with_values(module)
     if move:
         for tensor in tensors:
             move_tensor(tensor, runtime.device)
@@ -186,3 +229,14 @@ def place_and_broadcast(runtime: Runtime, module: nn.Module, optimizers: Sequenc
             move_state(optimizer, runtime.device)
     if runtime.world.size > 1:
         broadcast_from_rank_zero(runtime.collective, tensors)
+
+
+def _with_values(module: nn.Module) -> list[Tensor]:
+    return [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
+
+
+def _refuse_mark(method: str) -> None:
+    raise ValueError(
+        f"`mark_forward_method({method!r})` on a model in a pipeline: stages are connected only by `forward`. Compute "
+        "the loss in `loss_fn`, and call the model."
+    )

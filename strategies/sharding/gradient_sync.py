@@ -1,13 +1,29 @@
 """Forward and backward of one model in shards: `fully_shard` and tensor parallelism communicate; this class checks the
-order of submodules, and averages gradients that they do not."""
+order of submodules, and averages gradients that they do not.
+
+# Note [Gradients not reduced yet]
+Within `no_backward_sync` gradients accumulate on the gathered copies of parameters, where `zero_grad` does not reach
+them. Meanwhile the gradient of a shard is a `GradientPlaceholder`: if that is zeroed or replaced, the accumulated
+gradient is discarded.
+
+# Note [Parameters that some ranks do not use]
+torch packs a rank's gradients of one unit side by side, and sums those of all ranks by position. So each rank sends
+zeros for the parameters that it did not use (from torch 2.13 on; with an older torch, ranks that used different
+parameters raise). A parameter that no rank used gets None again, as in plain PyTorch: an optimizer would change it even
+if its gradient is zero. Only a rank that did not use one waits for the other ranks' answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, final
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.gradients.averaging import average, redistribute
@@ -15,11 +31,17 @@ from fabric.strategies.gradients.sync import INPUTS_OF_SHARDS, Finish, GradientS
 from fabric.strategies.module.initialization import UninitializedTensors
 from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.execution_order import ExecutionOrder
+from fabric.strategies.sharding.execution_order import ExecutionOrder, start_comparing
 from fabric.strategies.sharding.fully_shard import GatherOutsideInference, fsdp_modules
 from fabric.strategies.sharding.mesh import DATA_AXES, along, degree, unaveraged
-from fabric.strategies.sharding.unreduced_gradients import UnreducedGradients
 from fabric.strategies.tensors.dtensor import local_part, user_class
+from fabric.strategies.tensors.gradient_placeholder import GradientPlaceholder
+from fabric.strategies.torch_internals import require_fully_shard
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+_gradient = attrgetter("grad")
 
 
 @final
@@ -110,3 +132,142 @@ class MeshAveraging:
         redistribute(self.parameters)
         for collective, parameters in self.unaveraged:
             average(collective, parameters)
+
+
+@final
+class UnreducedGradients:
+    """The unfinished gradients of one model. `units`: the modules that `fully_shard` was called on.
+
+    Cost: a byte for each parameter, sent in each backward that gives shards their first gradients.
+    """
+
+    def __init__(self, runtime: Runtime, module: nn.Module, units: Sequence[FSDPModule]) -> None:
+        if units:
+            require_fully_shard()
+        self._runtime, self._module = runtime, module
+        self._params = [each for unit in units for group in _groups(unit) for each in group.fsdp_params]
+        self._shards: list[nn.Parameter] = [each.sharded_param for each in self._params]
+        self._held: list[tuple[Any, GradientPlaceholder, Tensor | None]] = []
+        self._zeros = [send for unit in units if (send := getattr(unit, "set_reduce_scatter_unused_params", None))]
+        self._unhooked = list(self._params)
+        self._hooks: list[RemovableHandle] = []
+        self._nodes: list[Node] = []
+        """The nodes that accumulate gradients of shards: autograd drops a node that nobody keeps."""
+        self._used: list[Tensor] = []
+        """The gathered copies that got gradients which are not reduced yet."""
+        self._answers: Callable[[], object] = int
+        """Waits for the other ranks' answers of the latest backward, if this rank did not need them."""
+
+    def watch(self, *, synced: bool) -> Finish | None:
+        """See `GradientSync.watch`. `synced`: whether this backward reduces gradients."""
+        if not self._params:
+            return None
+        if self._held:
+            self._take_back()
+        if self._unhooked:
+            self._unhooked = [each for each in self._unhooked if not self._hook(each)]
+        if not synced:
+            return self._hold
+        for send in self._zeros:
+            send(True, recurse=False)
+        return partial(self._finish, list(map(_gradient, self._shards)), len(self._used))
+
+    def release(self) -> None:
+        """Remove our hooks and placeholders."""
+        self._take_back()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hold(self) -> None:
+        """See Note [Gradients not reduced yet]."""
+        for each, shard in zip(self._params, self._shards, strict=True):
+            if shard.grad is not None or _is_unreduced(each):
+                self._held.append((each, held := GradientPlaceholder(shard, _NOT_REDUCED), shard.grad))
+                shard.grad = held
+
+    def _take_back(self) -> None:
+        held, self._held = self._held, []
+        for each, placeholder, gradient in held:
+            shard = each.sharded_param
+            is_discarded = shard.grad is not placeholder or placeholder.is_zeroed
+            if is_discarded and _is_unreduced(each):
+                each.unsharded_accumulated_grad = each._unsharded_param.grad = None
+            if shard.grad is placeholder:
+                shard.grad = gradient if gradient is None or not is_discarded else gradient.zero_()
+        self._used[:] = [each._unsharded_param for each, _, _ in held if _is_unreduced(each)]
+
+    def _hook(self, each: Any) -> bool:
+        copy = vars(each).get("_unsharded_param")  # absent before the first forward
+        if copy is None or not copy.requires_grad:
+            return False
+        self._hooks.append(copy.register_post_accumulate_grad_hook(self._used.append))
+        if each.sharded_param.requires_grad:  # a gradient from outside of forward, such as a penalty's, is a use too
+            self._nodes.append(get_gradient_edge(each.sharded_param).node)
+            self._hooks.append(self._nodes[-1].register_prehook(lambda _: self._used.append(copy)))
+        return True
+
+    def _finish(self, before: list[Tensor | None], num_kept: int) -> None:
+        """After a backward that reduces gradients. `before`: the gradients of the shards before it; `num_kept`: the
+        length of `_used` then."""
+        for send in self._zeros:
+            send(False, recurse=False)
+        if not {None}.issuperset(map(_gradient, self._used[num_kept:])):
+            raise RuntimeError(_LOST.format(model=user_class(self._module).__name__))
+        if num_kept and any(map(_is_unreduced, self._params)):  # the loss is one of other models
+            self._hold()
+            return
+        used = set(map(id, self._used))
+        self._used.clear()
+        shards = zip(self._params, self._shards, before, strict=True)
+        new = [(each, shard) for each, shard, then in shards if then is None and shard.grad is not None]
+        if new:
+            self._clear_unused(new, used)
+
+    def _clear_unused(self, new: Sequence[tuple[Any, nn.Parameter]], used: set[int]) -> None:
+        """See Note [Parameters that some ranks do not use]. `used`: ids of gathered copies.
+
+        Ranks: all, with the same `new` shards, which had no gradient.
+        """
+        if not self._zeros:
+            names = {parameter: name for name, parameter in self._module.named_parameters()}
+            sentence = _APART.format(name=user_class(self._module).__name__)
+            start_comparing(self._runtime, [names[shard] for _, shard in new], sentence)()
+            return
+        own = [id(each._unsharded_param) in used for each, _ in new]
+        self._answers()  # the last ones arrived long ago
+        self._answers = answers = self._runtime.collective.start_all_gather(torch.tensor(own))
+        if not all(own):
+            self._answers = int
+            for (_, shard), is_used in zip(new, answers().any(0).tolist(), strict=True):
+                if not is_used:
+                    shard.grad = None
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    """The parameter groups of a unit: one up to torch 2.12, several from then on."""
+    state = cast(Any, unit)._get_fsdp_state()
+    found = vars(state).get("_fsdp_param_groups")
+    groups = [state._fsdp_param_group] if found is None else found
+    return [group for group in groups if group is not None]
+
+
+def _is_unreduced(each: Any) -> bool:
+    """Whether the gathered copy of a parameter, torch's FSDPParam, has a gradient that is not reduced yet."""
+    copy = vars(each).get("_unsharded_param")
+    return each.unsharded_accumulated_grad is not None or (copy is not None and copy.grad is not None)
+
+
+_LOST = (
+    "This backward gave gradients to gathered parameters of `{model}` that are averaged over no ranks, because no "
+    "output of their forward is part of this loss. Use parameters within `forward`, or in a method of the model after "
+    "`model.mark_forward_method('name')`; and return tensors, not a function or a generator that has them."
+)
+_APART = (
+    "Ranks computed gradients of different parameters of `{name}`, and `fully_shard` adds up gradients by their place "
+    "among those that a rank has. The weights are unchanged; `optimizer.zero_grad()` discards the gradients. Use the "
+    "same parameters on every rank, or pass `strategy='ddp_find_unused_parameters_true'`."
+)
+_NOT_REDUCED = (
+    "that `fully_shard` has not reduced over the ranks yet: each has accumulated its own in a `fabric.backward` within "
+    "`no_backward_sync`. Call `fabric.backward` outside of it; `optimizer.zero_grad()` discards these gradients."
+)
