@@ -16,13 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric.checkpoints.loader_positions import LoaderStates
-from fabric.checkpoints.run_state import RunState, has_objects, is_run
+from fabric.checkpoints.run_state import RunState, is_run
 from fabric.checks.check import Moments
 from fabric.launchers.rank.rank import saving as saving_rank
 from fabric.loop.setup import SetUp
 from fabric.strategies.checkpoint import loading, other_formats, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
-from fabric.strategies.checkpoint.direct_state_dict import INSTEAD
+from fabric.strategies.checkpoint.direct_state_dict import HOW_TO_SAVE
 from fabric.strategies.checkpoint.errors import (
     CheckpointEntryError,
     CheckpointError,
@@ -30,7 +30,15 @@ from fabric.strategies.checkpoint.errors import (
     read_by_rank_zero,
 )
 from fabric.strategies.checkpoint.mismatches import mismatches, table
-from fabric.strategies.checkpoint.state import RUN, Filter, Stateful, load_into, restore, state_of, uncompiled
+from fabric.strategies.checkpoint.state import (
+    RUN,
+    Filter,
+    ObjectStates,
+    Stateful,
+    is_stateful,
+    named_objects,
+    uncompiled,
+)
 from fabric.strategies.checkpoint.storage import storage_of
 from fabric.strategies.checkpoint.tensors import snapshot
 from fabric.strategies.runtime import Runtime
@@ -48,6 +56,8 @@ class Checkpoints:
         self._set_up, self._moments, self._access = set_up, moments, set_up.state_access
         self._report_once = cache(runtime.report)
         """Reports what checkpoints leave out: each message once."""
+        self._loaders = LoaderStates(self._collective, self._report_once)
+        self._states = ObjectStates(self._access, self._loaders)
         self._background = BackgroundSaves(runtime.collective, saving_rank)
 
     def save(
@@ -91,7 +101,7 @@ class Checkpoints:
         for moment in self._moments.loading:
             moment()
         with torch.inference_mode(False):
-            rest = restore(found, content, strict=strict, access=self._access, loaders=self._loader_states)
+            rest = self._states.restore(found, content, strict=strict)
         if is_run(dict(found)):
             self._run_state(found).write(run, resume_loaders=resume_loaders)
         return rest
@@ -106,12 +116,12 @@ class Checkpoints:
         for moment in self._moments.loading:
             moment()
         with torch.inference_mode(False):
-            load_into(obj, content, strict=strict, access=self._access)
+            self._states.load_into(obj, content, strict=strict)
 
     def state_dict(self, *objects: nn.Module | Optimizer, all_ranks: bool) -> list[dict[str, Any]]:
         """The states of a model and an optimizer, in this order."""
         with torch.inference_mode(False), torch.no_grad():  # in which DTensors cannot be gathered
-            content = state_of({str(number): each for number, each in enumerate(objects)}, access=self._access)
+            content = self._states.read({str(number): each for number, each in enumerate(objects)})
         is_rank_zero = self._runtime.world.is_global_zero
         states = [snapshot(each, objects, local_part) if is_rank_zero else {} for each in content.values()]
         return self._collective.broadcast_object(states) if all_ranks else states
@@ -119,8 +129,8 @@ class Checkpoints:
     def content(self, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
         """The states of the objects: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""
         _check_named("save", state)
-        content = state_of(state, keep, self._access, self._loader_states, gathered=gathered)
-        if has_objects(dict(state)):
+        content = self._states.read(state, keep, gathered=gathered)
+        if any(is_stateful(each) for _, each in named_objects(dict(state))):
             content[RUN] = self._run_state(state).read(gathered=gathered)
         return content
 
@@ -134,7 +144,7 @@ class Checkpoints:
 
     def _refuse_misfits(self, method: str, path: Path, state: Any, content: Any, *, strict: bool) -> None:
         """Raise CheckpointError on every rank if a state does not fit. Ranks: all."""
-        rows = mismatches(dict(state), content, self._access, self._loader_states)
+        rows = mismatches(dict(state), content, self._access, self._loaders)
         wrong = rows if strict else [row for row in rows if not row.is_left_out]
         with raised_together(self._collective, "read", os.fspath(path)):
             if wrong:
@@ -144,10 +154,6 @@ class Checkpoints:
                 raise kind(f"it does not fit, and nothing was loaded.\n{table(wrong)}\n{hint}")
         if rows:
             self._runtime.report(f"`fabric.{method}(..., strict=False)` left out:\n{table(rows)}")
-
-    @property
-    def _loader_states(self) -> LoaderStates:
-        return LoaderStates(self._collective, self._report_once)
 
     def _run_state(self, state: Mapping[str, Any]) -> RunState:
         return RunState(self._runtime, self._set_up, dict(state), self._report_once)
@@ -169,7 +175,7 @@ def _check_named(method: str, state: object) -> None:
 
 _NO_WEIGHTS = (
     "A file with empty tensors was written by hand from `model.state_dict()` of a sharded model. Where it was made, "
-    f"{INSTEAD}"
+    f"{HOW_TO_SAVE}"
 )
 _OTHER_NAMES = (
     "Where a file has the same tensors under other names, rename them before `fabric.setup`: "

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fabric.strategies.checkpoint.state import Filter
 
 Best: TypeAlias = Literal["min", "max"]
-_PATTERN = re.compile(r"(?P<number>\d{6,})(-step-(?P<step>\d+))?(-metric-(?P<metric>[^/]+))?")
+_PATTERN = re.compile(r"(\d{6,})(?:-step-(\d+))?(?:-metric-(-?(?:inf|nan|\d+\.?\d*(?:e[-+]?\d+)?)))?")
 
 
 @final
@@ -49,13 +49,8 @@ class Name:
         found = _PATTERN.fullmatch(text)
         if found is None:
             return None
-        step, metric = found["step"], found["metric"]
-        try:
-            return cls(
-                int(found["number"]), None if step is None else int(step), None if metric is None else float(metric)
-            )
-        except ValueError:
-            return None
+        number, step, metric = found.groups()
+        return cls(int(number), None if step is None else int(step), None if metric is None else float(metric))
 
 
 @final

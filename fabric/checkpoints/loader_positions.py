@@ -19,6 +19,7 @@ from fabric.strategies.checkpoint.tensors import in_memory, of_other_rank, of_ra
 from fabric.strategies.checkpoint.values import encode
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.device_loader import OTHER_THREAD, DeviceLoader, loader_name
+from fabric.strategies.runtime import Runtime
 
 OF_RANKS = "loader of each rank"
 """The key under which the states of all ranks are saved."""
@@ -81,14 +82,9 @@ class LoaderPositions:
     They are restored only if every rank can; otherwise the loaders keep their positions, and a message says why.
     """
 
-    def __init__(
-        self,
-        loaders: Sequence[DeviceLoader],
-        collective: Collective,
-        report: Callable[[str], None],
-        report_once: Callable[[str], None],
-    ) -> None:
-        self._loaders, self._collective, self._report, self._report_once = loaders, collective, report, report_once
+    def __init__(self, loaders: Sequence[DeviceLoader], runtime: Runtime, report_once: Callable[[str], None]) -> None:
+        self._loaders, self._collective = loaders, runtime.collective
+        self._report, self._report_once = runtime.report, report_once
 
     def read(self) -> list[Any]:
         """Those of this rank. Ranks: each on its own."""

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from fabric.checkpoints.loader_positions import LoaderPositions
 from fabric.loop.setup import SetUp
 from fabric.strategies.accelerators.registry import device_rngs
-from fabric.strategies.checkpoint.state import is_stateful, named_objects, uncompiled
+from fabric.strategies.checkpoint.state import named_objects, uncompiled
 from fabric.strategies.checkpoint.tensors import in_memory, of_other_rank, of_rank
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.rng import process_rngs
@@ -40,7 +40,7 @@ class RunState:
         objects = dict(named_objects(state))
         named = {id(each) for each in objects.values()}
         loaders = [loader for each in set_up.loaders if (loader := each()) is not None and id(loader) not in named]
-        self._loaders = LoaderPositions(loaders, runtime.collective, runtime.report, report_once)
+        self._loaders = LoaderPositions(loaders, runtime, report_once)
         self._stateful = {
             "scalers": set_up.scalers(),
             "schedulers": [s for each in set_up.schedulers if (s := each()) is not None and id(s) not in named],
@@ -102,7 +102,7 @@ class RunState:
 
 
 def _adapter_configs(obj: Any) -> dict[str, Any]:
-    """What peft writes as `adapter_config.json` for each adapter of a model of it; of other objects nothing."""
+    """The content of `adapter_config.json` for each adapter of a model of peft; empty for other objects."""
     configs = getattr(uncompiled(obj), "peft_config", None) if isinstance(obj, nn.Module) else None
     if not isinstance(configs, dict):
         return {}
@@ -114,11 +114,6 @@ def _adapter_configs(obj: Any) -> dict[str, Any]:
 def is_run(state: Any) -> bool:
     """Whether `state` resumes a run: it has an optimizer or a prepared loader."""
     return any(isinstance(each, (Optimizer, DeviceLoader)) for _, each in named_objects(state))
-
-
-def has_objects(state: Any) -> bool:
-    """Whether `state` has more than plain values."""
-    return any(isinstance(each, nn.Module) or is_stateful(each) for _, each in named_objects(state))
 
 
 def _rngs(runtime: Runtime) -> dict[str, Rng]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from fabric.strategies.checkpoint.state import ShardedStateful, load_into, uncompiled
+from fabric.strategies.checkpoint.state import ObjectStates, ShardedStateful, uncompiled
 from fabric.strategies.checkpoint.tensors import TensorShards, in_memory
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.tensors.dtensor import local_part
@@ -94,7 +94,8 @@ class MovingAverage(ShardedStateful):
         self._refuse_applied("average.load_state_dict()")
         own = self._copies()
         try:
-            load_into(self._prepared.module, content["model"], strict=True, access=lambda _: self._prepared.state)
+            states = ObjectStates(lambda _: self._prepared.state)
+            states.load_into(self._prepared.module, content["model"], strict=True)
             self._averages = self._copies()
         finally:
             self._write(own)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.loading import read_checkpoint
-from fabric.strategies.checkpoint.state import restore, state_of
+from fabric.strategies.checkpoint.state import ObjectStates
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.single import SingleDeviceCollective
 from fabric.strategies.data.transfer import move
@@ -223,12 +223,12 @@ class _PlainLoop:
 
     def save(self, path: str, state: dict[str, Any], *, blocking: bool = True) -> None:
         if self.is_global_zero:
-            torch.save(state_of(state), path)
+            torch.save(ObjectStates().read(state), path)
         self.barrier()
 
     def load(self, path: str, state: MutableMapping[str, Any] | None = None) -> dict[str, Any]:
         content = read_checkpoint(path) if Path(path).is_dir() else torch.load(path, weights_only=False)  # its own file
-        return restore({} if state is None else state, content, strict=True)
+        return ObjectStates().restore({} if state is None else state, content, strict=True)
 
     def state_dict(self, model: nn.Module, optimizer: Any = None, *, all_ranks: bool = False) -> Any:
         copied = copy.deepcopy((model.state_dict(), None if optimizer is None else optimizer.state_dict()))

@@ -25,14 +25,14 @@ _ACCELERATORS: Registry[Accelerator] = Registry(
         Registration(name="xla", make=XLAAccelerator),
     ),
 )
-_ELSEWHERE = {
+_OTHER_LIBRARIES = {
     "tpu": "`accelerator='tpu'` is `accelerator='xla'` here: TPUs are used through torch_xla. Write 'xla'.",
     "gpu": (
         "`accelerator='gpu'` names several kinds of device. Write 'cuda' for the GPUs of NVIDIA and AMD, 'mps' for "
         "those of Apple, 'xpu' for those of Intel, or 'auto' for what this machine has."
     ),
 }
-"""Names that other libraries have."""
+"""Names of other libraries, each with the error that says what to write."""
 
 
 def accelerators(*, installed: bool = True) -> tuple[Accelerator, ...]:
@@ -53,8 +53,8 @@ def make_accelerator(name: str) -> Accelerator:
 
     Raises: ValueError: the name is unknown; the message has similar names and all names.
     """
-    if name in _ELSEWHERE:
-        raise ValueError(_ELSEWHERE[name])
+    if name in _OTHER_LIBRARIES:
+        raise ValueError(_OTHER_LIBRARIES[name])
     return _ACCELERATORS.make(name)
 
 
@@ -67,5 +67,5 @@ def register_accelerator(name: str, factory: Callable[[], Accelerator]) -> None:
 
 
 def device_rngs(devices: Iterable[torch.device]) -> list[Rng]:
-    """The generators of devices that are in use, in their order. The CPU's is a generator of the process."""
+    """The random generators of devices that are in use, in their order. That of the CPU belongs to the process."""
     return [make_accelerator(device.type).rng(device) for device in devices if device.type != "cpu"]

@@ -33,7 +33,7 @@ from fabric.strategies.checkpoint.errors import CheckpointError, attempt, failur
 from fabric.strategies.checkpoint.manifest import ALIGNMENT_BYTES
 from fabric.strategies.checkpoint.saving import Plan, commit, plan, remove_unwritten, removed_if_unwritten, write
 from fabric.strategies.checkpoint.storage import Storage
-from fabric.strategies.checkpoint.tensors import TensorShards, memory_of
+from fabric.strategies.checkpoint.tensors import memory_of
 from fabric.strategies.collectives.collective import Collective
 
 if TYPE_CHECKING:
@@ -47,22 +47,19 @@ _SECONDS_BETWEEN_SIGNALS = 1.0
 
 @final
 class PendingSave:
-    """A save that may still be running. `save`: the rest of it; returns the error that `wait` raises, or None."""
+    """A save that may still be running. `save`: the rest of it, for a thread; returns the error that `wait` raises."""
 
     def __init__(self, path: str, save: Callable[[], Exception | None] | None = None) -> None:
         self.path = path
         self.is_reported = save is None
         """Whether the caller knows the outcome."""
-        self._save = save
         self._error: Exception | None = None
         # Not `Thread.join`: once Ctrl-C interrupts it, Python takes the thread for ended (3.11, bpo-45274).
         self._ended = threading.Event()
         if save is None:
             self._ended.set()
-
-    def start(self) -> None:
-        """Run the rest of the save in a thread."""
-        threading.Thread(target=self._run, daemon=True, name="fabric-save").start()
+        else:
+            threading.Thread(target=self._run, args=(save,), daemon=True, name="fabric-save").start()
 
     def wait(self) -> None:
         """Return once the checkpoint is complete and on disk. Any rank may call it, without the others.
@@ -80,12 +77,11 @@ class PendingSave:
         """Whether `wait` would return or raise immediately."""
         return self._ended.is_set()
 
-    def _run(self) -> None:
-        assert self._save is not None
+    def _run(self, save: Callable[[], Exception | None]) -> None:
         if sys.platform == "linux":
             attempt(lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS))
         try:
-            self._error = self._save()
+            self._error = save()
         finally:
             self._ended.set()
 
@@ -98,7 +94,8 @@ class BackgroundSaves:
         self, collective: Collective, around: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
         self._collective, self._around = collective, around
-        self._staging = Staging()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        """For copies of what this rank writes, reused by every save."""
         self._pending: PendingSave | None = None
 
     def start(self, storage: Storage, state: Any, after_commit: Callable[[], object] | None = None) -> PendingSave:
@@ -110,7 +107,7 @@ class BackgroundSaves:
         token = collective.broadcast_object(secrets.token_hex(4))
         store = collective.store()
         with removed_if_unwritten(collective, storage, token):
-            staged = [self._staging.copy(plan(state, collective.rank, token))]
+            staged = [self._copied(plan(state, collective.rank, token))]
         around = ExitStack()
         around.enter_context(self._around())
 
@@ -119,13 +116,34 @@ class BackgroundSaves:
                 return _save(storage, staged.pop(), store, collective.size, after_commit)
 
         self._pending = PendingSave(storage.path, save)
-        self._pending.start()
         return self._pending
 
     def off_device(self, plan: Plan) -> Plan:
         """The plan with its tensors on the host. It waits for a device once, and not for each tensor."""
         shards = (part for sharded in plan.tensors.values() for _, part in sharded.shards)
-        return self._staging.copy(plan) if any(has_streams(part.device) for part in shards) else plan
+        return self._copied(plan) if any(has_streams(part.device) for part in shards) else plan
+
+    def _copied(self, plan: Plan) -> Plan:
+        """The plan with copies of its tensors, which are valid until the next call."""
+        parts = {memory_of(part): part for sharded in plan.tensors.values() for _, part in sharded.shards}
+        sizes = {key: -(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for key, part in parts.items()}
+        devices = {part.device for part in parts.values() if has_streams(part.device)}
+        num_bytes, is_pinned = sum(sizes.values()), bool(devices)
+        if self._memory.nbytes < num_bytes or (is_pinned and not self._memory.is_pinned()):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old buffer first
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        copies, start = dict[Any, Tensor](), 0
+        for key, part in parts.items():
+            copies[key] = self._memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
+            copies[key].copy_(part, non_blocking=part.device in devices)
+            start += sizes[key]
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
+        tensors = {
+            pointer: replace(sharded, shards=tuple((chunk, copies[memory_of(part)]) for chunk, part in sharded.shards))
+            for pointer, sharded in plan.tensors.items()
+        }
+        return replace(plan, tensors=tensors)
 
     def finish(self) -> None:
         """Wait for the save that is running, if any. Raises: CheckpointError: it failed, and no `wait` has raised."""
@@ -145,40 +163,6 @@ class BackgroundSaves:
         except (KeyboardInterrupt, SystemExit):
             self.finish()
             raise
-
-
-@final
-class Staging:
-    """A buffer for copies of what this rank writes, reused by every save."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def copy(self, plan: Plan) -> Plan:
-        """The same plan, with copies of the tensors, which are valid until the next call."""
-        parts = {memory_of(part): part for sharded in plan.tensors.values() for _, part in sharded.shards}
-        sizes = {key: -(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for key, part in parts.items()}
-        devices = {part.device for part in parts.values() if has_streams(part.device)}
-        self._reserve(sum(sizes.values()), pinned=bool(devices))
-        copies, start = dict[Any, Tensor](), 0
-        for key, part in parts.items():
-            copies[key] = self._memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
-            copies[key].copy_(part, non_blocking=part.device in devices)
-            start += sizes[key]
-        for device in devices:
-            torch.accelerator.current_stream(device).synchronize()
-        tensors = {pointer: _of_copies(sharded, copies) for pointer, sharded in plan.tensors.items()}
-        return replace(plan, tensors=tensors)
-
-    def _reserve(self, num_bytes: int, *, pinned: bool) -> None:
-        if self._memory.nbytes < num_bytes or (pinned and not self._memory.is_pinned()):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old buffer first
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-
-
-def _of_copies(sharded: TensorShards, copies: dict[Any, Tensor]) -> TensorShards:
-    shards = tuple((chunk, copies[memory_of(part)]) for chunk, part in sharded.shards)
-    return replace(sharded, shards=shards)
 
 
 def _save(

@@ -134,9 +134,8 @@ def _write(
         save_safetensors(out, in_memory(tensors, mapped=True), tied)
         return [out]
     shards = list(_shards(tensors, max_shard_bytes))
-    names = [f"{stem}-{number:05}-of-{len(shards):05}{SUFFIX}" for number in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = [stem + SUFFIX]
+    numbered = [f"{stem}-{number:05}-of-{len(shards):05}{SUFFIX}" for number in range(1, len(shards) + 1)]
+    names = numbered if len(shards) > 1 else [stem + SUFFIX]
     index = stem + SUFFIX + INDEX_SUFFIX
     folder = Folder(out)
     others = [each for each in folder.names() if each.startswith(stem) and SUFFIX in each]
@@ -151,7 +150,7 @@ def _write(
         )
     if len(shards) > 1:
         places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        content = {"metadata": {"total_size": sum(map(_num_bytes, tensors.values()))}, "weight_map": places}
+        content = {"metadata": {"total_size": sum(each.like.nbytes for each in tensors.values())}, "weight_map": places}
         folder.commit(index, json.dumps(content, indent=2).encode() + b"\n")
         names.append(index)
     return [out / name for name in names]
@@ -162,13 +161,9 @@ def _shards(tensors: Mapping[str, Stored], max_bytes: int) -> Iterator[dict[str,
     shard: dict[str, Stored] = {}
     size = 0
     for key, stored in tensors.items():
-        if shard and size + _num_bytes(stored) > max_bytes:
+        if shard and size + stored.like.nbytes > max_bytes:
             yield shard
             shard, size = {}, 0
         shard[key] = stored
-        size += _num_bytes(stored)
+        size += stored.like.nbytes
     yield shard
-
-
-def _num_bytes(stored: Stored) -> int:
-    return stored.like.nbytes

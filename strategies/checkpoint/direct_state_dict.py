@@ -1,5 +1,5 @@
-"""Files that a program writes or reads by hand: `model.state_dict()` of a sharded model has shards, which is reported,
-and `load_state_dict` of whole tensors is refused, of the model and of its optimizer."""
+"""Guards for a program that itself calls `state_dict` or `load_state_dict` of a sharded model or its optimizer: a state
+of shards is reported, and whole tensors are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fabric.strategies.checkpoint.state import KeepsNamesAndShapes, StateAccess
 from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.parameters import parameters_of
 
-INSTEAD = (
+HOW_TO_SAVE = (
     "write `fabric.save(path, {'model': model})`, or call `state = fabric.state_dict(model)` on every rank; on rank 0, "
     "then, `torch.save(state, path)` or `model.save_pretrained(path, state_dict=state)`."
 )
@@ -23,7 +23,7 @@ INSTEAD = (
 _EMPTY = (
     "is an empty tensor at ZeRO stage 3, between forwards. To keep weights in memory, write on every rank "
     "`with fabric.gathered(model):` around it, and `with fabric.gathered(model, write=True):` around "
-    f"`model.load_state_dict(...)`. For a file, {INSTEAD}"
+    f"`model.load_state_dict(...)`. For a file, {HOW_TO_SAVE}"
 )
 _LOAD = (
     "Load it before `fabric.setup`, by `fabric.load_raw(path, model)`, or, on every rank, within "
@@ -51,7 +51,7 @@ def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str]
         if names:
             report(
                 f"`{type(part).__name__}.state_dict()`: the model is sharded, and {names[0]!r} has only this rank's "
-                f"part of the weights, so that a file of it cannot be loaded. For a file, {INSTEAD}"
+                f"part of the weights, so that a file of it cannot be loaded. For a file, {HOW_TO_SAVE}"
             )
 
     handles = [part.register_state_dict_post_hook(hook) for part in module.modules()]  # type: ignore[no-untyped-call]
@@ -89,7 +89,7 @@ def refuse_whole_states(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _is_shard(tensor: Any, shape: tuple[int, ...] | None) -> bool:
-    """Whether this is not the tensor of this shape, but a part of it; None: it has none."""
+    """Whether the tensor is a shard of a tensor of this shape; None: the entry is no tensor."""
     return shape is not None and (tensor is None or as_sharded(tensor) is not None or tuple(tensor.shape) != shape)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import Any, final
 
 import torch
@@ -37,7 +37,6 @@ from fabric.strategies.collectives.collective import Collective
 class Checkpoint:
     """A complete checkpoint, open for reading."""
 
-    storage: Storage
     manifest: Manifest
     open_file: Callable[[str], Tensor]
     """Opens each file once."""
@@ -49,7 +48,7 @@ class Checkpoint:
         Raises: CheckpointError: there is no manifest. ValueError: the manifest is damaged.
         """
         manifest = Manifest.of_bytes(_manifest_of(storage) if content is None else content)
-        return cls(storage=storage, manifest=manifest, open_file=cache(storage.open))
+        return cls(manifest=manifest, open_file=cache(storage.open))
 
     def content(self) -> Any:
         """The state that was saved, with a `Stored` for each tensor."""
@@ -57,7 +56,8 @@ class Checkpoint:
         stored = {pointer: Stored(pointer, entry, self.open_file) for pointer, entry in tensors}
         found = decode(self.manifest.values, stored.pop)
         for pointer, tensor in stored.items():  # those that rank 0 did not have
-            _insert(found, keys_of(pointer), tensor)
+            *outer, name = keys_of(pointer)
+            reduce(lambda entries, key: entries.setdefault(key, {}), outer, found)[name] = tensor
         return found
 
     def verify(self, names: Iterable[str] | None = None, *, share: int = 0, num_shares: int = 1) -> None:
@@ -90,7 +90,10 @@ class Checkpoint:
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             for (pointer, *_), damaged in zip(own, threads.map(is_damaged, own), strict=True):
                 if damaged:
-                    raise ValueError(_DAMAGED.format(tensor=pointer))
+                    raise ValueError(
+                        "the bytes on disk are not those that were written (checksum mismatch), in "
+                        f"{pointer}. Load another checkpoint."
+                    )
 
 
 def read_checkpoint(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> Any:
@@ -158,14 +161,3 @@ def _no_manifest(storage: Storage) -> CheckpointError:
             "`CheckpointDirectory(path)`, or the file of one module by `fabric.load_raw(path, module)`."
         )
     return CheckpointNotFoundError("There is no such folder, or it is empty.")
-
-
-def _insert(found: Any, keys: list[str], tensor: Stored) -> None:
-    for key in keys[:-1]:
-        found = found.setdefault(key, {})
-    found[keys[-1]] = tensor
-
-
-_DAMAGED = (
-    "the bytes on disk are not those that were written (checksum mismatch), in {tensor}. Load another checkpoint."
-)

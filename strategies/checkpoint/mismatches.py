@@ -89,7 +89,7 @@ def _of_optimizer(optimizer: Optimizer, content: Any, access: FindAccess, at: st
     if here != there:
         yield Mismatch(at, f"{kind}, groups of {here} parameters", f"groups of {there}", False)
         return
-    # Flags may be newer than the checkpoint: torch adds them with every release. Numbers tell apart the algorithms.
+    # Torch adds flags with every release, so that a checkpoint may lack them. Numbers identify the algorithm.
     numbers = [name for name, value in optimizer.defaults.items() if type(value) in (int, float, tuple)]
     lacking = [name for name in numbers if any(name not in group for group in content["param_groups"])]
     if lacking:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.checkpoint.direct_state_dict import INSTEAD
+from fabric.strategies.checkpoint.direct_state_dict import HOW_TO_SAVE
 from fabric.strategies.checkpoint.errors import raised_together
 from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.storage import local_path, replacing
@@ -147,7 +147,7 @@ def _library() -> Any:
 
 _SHARDS = (
     "The file has DTensors: it was written by hand from `model.state_dict()` of a sharded model, and has only the "
-    f"shards of the rank that wrote it. Where it was made, {INSTEAD}"
+    f"shards of the rank that wrote it. Where it was made, {HOW_TO_SAVE}"
 )
 _REFUSED = (
     "`{name}` is damaged, `torch.save` did not write it, or reading it would run code from the file, which is refused "

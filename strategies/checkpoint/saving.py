@@ -209,8 +209,8 @@ def is_written_by_save(name: str) -> bool:
     return _WRITTEN.fullmatch(name) is not None
 
 
-_WRITTEN = re.compile(rf"[0-9a-f]{{8}}\.\d+\.(bin|json)|{re.escape(NAME)}\.new")
-"""The names of the files of a save, see `Plan.file`, `write` and `Folder.commit`."""
+_WRITTEN = re.compile(rf"[0-9a-f]{{8}}\.\d+\.(bin|json)(\.new)?|{re.escape(NAME)}\.new")
+"""The names of the files of a save, see `Plan.file`, `write` and `replacing`."""
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard, final
 
@@ -21,6 +22,7 @@ from fabric.strategies.checkpoint.values import pointer
 from fabric.strategies.tensors.dtensor import as_sharded, gathered_weight, local_part, own_part, shard_like, whole
 from fabric.strategies.tensors.gradient_placeholder import GradientPlaceholder
 from fabric.strategies.tensors.nests import map_only_tensors
+from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.tensors.wrapper_subclass import is_wrapped, plain_state, plain_tensors
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -39,7 +41,7 @@ class Stateful(Protocol):
 
 
 def is_stateful(obj: object) -> TypeGuard[Stateful]:
-    """Whether the object has a state. Of a dictionary its class decides: some look up any attribute as a key."""
+    """Whether the object has a state. A dictionary has one if its class has: some look up any attribute as a key."""
     if isinstance(obj, type):
         return False
     place = type(obj) if isinstance(obj, dict) else obj
@@ -55,20 +57,16 @@ def named_objects(state: Any, at: str = "") -> Iterator[tuple[str, Any]]:
         yield at, state
 
 
-class ShardedStateful(ABC):
-    """A `Stateful` that is distributed, so that each rank holds shards of it. Ranks: all call each method."""
+class ShardedStateful(Stateful, ABC):
+    """A `Stateful` that is distributed, so that each rank holds shards of it. Ranks: all call each method.
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """The whole state on rank 0; on the others tensors may be empty."""
-
-    @abstractmethod
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Restore the state, which is whole on every rank."""
+    `state_dict` returns the whole state on rank 0; on the others tensors may be empty. `load_state_dict` takes it whole
+    on every rank.
+    """
 
     @abstractmethod
     def sharded_state_dict(self) -> dict[str, Any]:
-        """As `state_dict`, but with a `TensorShards` for each tensor of which other ranks hold shards or replicas."""
+        """As `state_dict`, but with a `TensorShards` for each tensor that other ranks hold shards or replicas of."""
 
     @abstractmethod
     def load_sharded(self, content: Any) -> None:
@@ -83,7 +81,7 @@ class StateAccess(ABC):
     """
 
     hooks_read_parameters: ClassVar[bool] = False
-    """Whether our hooks read a parameter that is `Stored` when a submodule loads it, so that one at a time is whole."""
+    """Whether the strategy's hooks read `Stored` parameters while a submodule loads, so that one at a time is whole."""
 
     @abstractmethod
     def read_module(self, module: nn.Module) -> dict[str, Any]:
@@ -102,7 +100,7 @@ class StateAccess(ABC):
         """Load the state of an optimizer."""
 
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        """As `read_module`, but with a `TensorShards` for each tensor of which other ranks hold shards or replicas.
+        """As `read_module`, but with a `TensorShards` for each tensor that other ranks hold shards or replicas of.
 
         Nothing is gathered. Plain tensors are saved whole, by rank 0.
         """
@@ -142,8 +140,10 @@ class StateAccess(ABC):
             local_part(parameter).copy_(local_part(shard_like(value, parameter)))
 
     def kept(self, parameter: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What this rank keeps of a parameter in shards, and that part of the copy that forward has computed with; None
-        if it is not gathered now."""
+        """This rank's part of the gathered copy that forward has computed with, and the shard that this rank keeps.
+
+        None if the parameter is not gathered now.
+        """
         sharded = as_sharded(parameter)
         if sharded is None or gathered is parameter:
             return None
@@ -152,7 +152,7 @@ class StateAccess(ABC):
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         """As `write_module`, from a state with a `Stored` for each tensor."""
-        late = self.hooks_read_parameters and not converts(module)  # hooks of others may look at what is loaded
+        late = self.hooks_read_parameters and not converts(module)  # other hooks may read the parameters
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False) if late}
         self.write_module(module, mapped_module(content, but=parameters), strict=strict)
 
@@ -204,11 +204,6 @@ FindAccess: TypeAlias = Callable[[nn.Module | Optimizer], StateAccess]
 """Returns the access to a module or an optimizer: that of its strategy if it was set up, else `PLAIN`."""
 
 
-def plain(_: nn.Module | Optimizer) -> StateAccess:
-    """The access if nothing was set up."""
-    return PLAIN
-
-
 SKIPPED = object()
 """The state of a loader without a state, which is left out of checkpoints."""
 
@@ -234,82 +229,106 @@ class LoaderAccess(ABC):
 
 
 @final
-class NoLoaders(LoaderAccess):
-    """Treats data loaders like any other object."""
+@dataclass(frozen=True, slots=True)
+class ObjectStates:
+    """Reads and restores the states of objects, also in nested dictionaries and lists."""
 
-    def is_loader(self, obj: object) -> bool:
-        return False
+    access: FindAccess = lambda _: PLAIN
+    loaders: LoaderAccess | None = None
+    """None: data loaders are objects like others."""
 
-    def read(self, name: str, loader: Any, *, gathered: bool) -> Any:
-        raise AssertionError
+    def read(self, state: Mapping[str, Any], keep: Filter | None = None, *, gathered: bool = True) -> dict[str, Any]:
+        """`state` with each stateful object replaced by its state; `keep` selects entries of it, by the object's name.
 
-    def write(self, name: str, loader: Any, content: Any) -> None:
-        raise AssertionError
+        Loaders without a state are left out; in a list, they are None. `gathered`: rank 0 gets whole models and
+        optimizers; otherwise each rank gets its shards, as `TensorShards`.
+        Ranks: all call it with the same names.
+        Raises: ValueError: `keep` has a name that is not in `state`. TypeError: `keep` is no dictionary of functions,
+        or names an object without entries.
+        """
+        keep = keep or {}
+        if not isinstance(keep, Mapping) or not all(map(callable, keep.values())):
+            raise TypeError(f"`filter={keep!r}`: write a function for a name, `{{'model': lambda name, value: ...}}`.")
+        for name in keep:
+            if name not in state:
+                raise ValueError(
+                    f"`filter` has {name!r}, but the state has {', '.join(map(repr, state))}. Use one of these names."
+                )
+        read = {name: self._read(name, value, gathered) for name, value in state.items()}
+        return {name: _kept(name, value, keep.get(name)) for name, value in read.items() if value is not SKIPPED}
 
+    def restore(self, state: MutableMapping[str, Any], content: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+        """Load `content` into the objects of `state`, in place; returns the entries that `state` does not name.
 
-NO_LOADERS = NoLoaders()
+        Stateful objects load their state; other entries are replaced.
+        Raises: KeyError: `strict`, and `content` lacks a name, except those of loaders without a state.
+        """
+        for name, target in state.items():
+            if self.loaders and self.loaders.is_stateless(target):
+                self.loaders.write(name, target, content.get(name, SKIPPED))
+            elif strict or name in content:
+                state[name] = self._restored(name, target, content[name], strict)
+        return {name: in_memory(value) for name, value in content.items() if name not in state}
 
+    def load_into(self, target: Stateful, content: dict[str, Any], *, strict: bool) -> None:
+        """Load `content` into one object; `strict` applies only to modules."""
+        if isinstance(target, nn.Module):
+            module = uncompiled(target)
+            self.access(module).load_module(module, _take_wrapped(module, content), strict=strict)
+        elif isinstance(target, Optimizer):
+            self.access(target).load_optimizer(target, content)
+        elif isinstance(target, ShardedStateful):
+            target.load_sharded(content)
+        else:
+            target.load_state_dict(in_memory(content))
 
-def state_of(
-    state: Mapping[str, Any],
-    keep: Filter | None = None,
-    access: FindAccess = plain,
-    loaders: LoaderAccess = NO_LOADERS,
-    *,
-    gathered: bool = True,
-) -> dict[str, Any]:
-    """`state` with each stateful object replaced by its state; `keep` selects entries of it, by the object's name.
+    def _restored(self, name: str, target: Any, content: Any, strict: bool) -> Any:
+        """What replaces `target` after `content` is loaded: itself, if it is an object that loads its state."""
+        if self.loaders and self.loaders.is_loader(target):
+            self.loaders.write(name, target, content)
+            return target
+        if is_stateful(target):
+            self.load_into(target, content, strict=strict)
+            return target
+        objects = [each for _, each in named_objects(target)]
+        if not any(is_stateful(each) or (self.loaders and self.loaders.is_loader(each)) for each in objects):
+            return in_memory(content)
+        if isinstance(target, dict) and isinstance(content, dict):
+            target.update(self.restore(target, content, strict=strict))
+            return target
+        if isinstance(content, (list, tuple)) and len(content) == len(target):
+            return [self._restored(name, *pair, strict) for pair in zip(target, content, strict=True)]
+        there = f"{len(content)} entries" if isinstance(content, (list, tuple)) else f"a `{type(content).__name__}`"
+        raise ValueError(
+            f"`state[{name!r}]` is a `{type(target).__name__}` of {len(target)} entries, but the checkpoint has "
+            f"{there}. Load into as many objects as were saved."
+        )
 
-    Loaders without a state are left out; in a list, they are None. `gathered`: rank 0 gets whole models and optimizers;
-    otherwise each rank gets its shards, as `TensorShards`.
-    Ranks: all call it with the same names.
-    Raises: ValueError: `keep` has a name that is not in `state`. TypeError: `keep` is no dictionary of functions, or
-    names an object without entries.
-    """
-    keep = keep or {}
-    if not isinstance(keep, Mapping) or not all(map(callable, keep.values())):
-        raise TypeError(f"`filter={keep!r}`: write a function for a name, `{{'model': lambda name, value: ...}}`.")
-    for name in keep:
-        if name not in state:
-            raise ValueError(
-                f"`filter` has {name!r}, but the state has {', '.join(map(repr, state))}. Use one of these names."
-            )
-    read = {name: _read(name, value, access, loaders, gathered) for name, value in state.items()}
-    return {name: _kept(name, value, keep.get(name)) for name, value in read.items() if value is not SKIPPED}
-
-
-def restore(
-    state: MutableMapping[str, Any],
-    content: dict[str, Any],
-    *,
-    strict: bool,
-    access: FindAccess = plain,
-    loaders: LoaderAccess = NO_LOADERS,
-) -> dict[str, Any]:
-    """Load `content` into the objects of `state`, in place; returns the entries that `state` does not name.
-
-    Stateful objects, also in nested dictionaries and lists, load their state; other entries are replaced.
-    Raises: KeyError: `strict`, and `content` lacks a name, except those of loaders without a state.
-    """
-    for name, target in state.items():
-        if loaders.is_stateless(target):
-            loaders.write(name, target, content.get(name, SKIPPED))
-        elif strict or name in content:
-            state[name] = _restored(name, target, content[name], strict=strict, access=access, loaders=loaders)
-    return {name: in_memory(value) for name, value in content.items() if name not in state}
-
-
-def load_into(target: Stateful, content: dict[str, Any], *, strict: bool, access: FindAccess = plain) -> None:
-    """Load `content` into one object; `strict` applies only to modules."""
-    if isinstance(target, nn.Module):
-        module = uncompiled(target)
-        access(module).load_module(module, _take_wrapped(module, content), strict=strict)
-    elif isinstance(target, Optimizer):
-        access(target).load_optimizer(target, content)
-    elif isinstance(target, ShardedStateful):
-        target.load_sharded(content)
-    else:
-        target.load_state_dict(in_memory(content))
+    def _read(self, name: str, value: Any, gathered: bool) -> Any:
+        """The state of an object, or a nest with the states of all objects in it."""
+        if isinstance(value, nn.Module):
+            access, module = self.access(uncompiled(value)), uncompiled(value)
+            return access.read_module(module) if gathered else access.read_module_shards(module)
+        if isinstance(value, Optimizer):
+            access = self.access(value)
+            return access.read_optimizer(value) if gathered else access.read_optimizer_shards(value)
+        if self.loaders and self.loaders.is_loader(value):
+            return self.loaders.read(name, value, gathered=gathered)
+        if isinstance(value, ShardedStateful) and not gathered:
+            return value.sharded_state_dict()
+        if is_stateful(value):
+            return value.state_dict()
+        if isinstance(value, dict):
+            found = copy(value)  # keeps its class, which may be one that can be saved (`Counter`) or not
+            for key, entry in value.items():
+                found[key] = self._read(str(key), entry, gathered)
+                if found[key] is SKIPPED:
+                    del found[key]
+            return found
+        if type(value) in (list, tuple):  # a `torch.Size` has no objects, and a `NamedTuple` cannot be saved
+            entries = (self._read(name, entry, gathered) for entry in value)
+            return type(value)(None if entry is SKIPPED else entry for entry in entries)
+        return value
 
 
 def _take_wrapped(module: nn.Module, content: dict[str, Any]) -> dict[str, Any]:
@@ -329,55 +348,6 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return module._modules.get("_orig_mod") or module
 
 
-def _restored(name: str, target: Any, content: Any, *, strict: bool, access: FindAccess, loaders: LoaderAccess) -> Any:
-    """The value that replaces `target` after `content` is loaded: itself, if it is an object that loads its state."""
-    if loaders.is_loader(target):
-        loaders.write(name, target, content)
-        return target
-    if is_stateful(target):
-        load_into(target, content, strict=strict, access=access)
-        return target
-    if not any(is_stateful(each) or loaders.is_loader(each) for _, each in named_objects(target)):
-        return in_memory(content)
-    if isinstance(target, dict) and isinstance(content, dict):
-        target.update(restore(target, content, strict=strict, access=access, loaders=loaders))
-        return target
-    if isinstance(content, (list, tuple)) and len(content) == len(target):
-        pairs = zip(target, content, strict=True)
-        return [_restored(name, each, part, strict=strict, access=access, loaders=loaders) for each, part in pairs]
-    there = f"{len(content)} entries" if isinstance(content, (list, tuple)) else f"a `{type(content).__name__}`"
-    raise ValueError(
-        f"`state[{name!r}]` is a `{type(target).__name__}` of {len(target)} entries, but the checkpoint has {there} "
-        "there. Load into as many objects as were saved."
-    )
-
-
-def _read(name: str, value: Any, access: FindAccess, loaders: LoaderAccess, gathered: bool) -> Any:
-    """The state of an object, or a nest with the states of all objects in it."""
-    if isinstance(value, nn.Module):
-        module = uncompiled(value)
-        return access(module).read_module(module) if gathered else access(module).read_module_shards(module)
-    if isinstance(value, Optimizer):
-        return access(value).read_optimizer(value) if gathered else access(value).read_optimizer_shards(value)
-    if loaders.is_loader(value):
-        return loaders.read(name, value, gathered=gathered)
-    if isinstance(value, ShardedStateful) and not gathered:
-        return value.sharded_state_dict()
-    if is_stateful(value):
-        return value.state_dict()
-    if isinstance(value, dict):
-        found = copy(value)  # keeps its class, which may be one that can be saved (`Counter`) or not
-        for key, entry in value.items():
-            found[key] = _read(str(key), entry, access, loaders, gathered)
-            if found[key] is SKIPPED:
-                del found[key]
-        return found
-    if type(value) in (list, tuple):  # a `torch.Size` has no objects, and a `NamedTuple` cannot be saved
-        entries = (_read(name, entry, access, loaders, gathered) for entry in value)
-        return type(value)(None if entry is SKIPPED else entry for entry in entries)
-    return value
-
-
 def _kept(name: str, value: Any, choose: Callable[[str, Any], bool] | None) -> Any:
     if choose is None:
         return value
@@ -392,8 +362,8 @@ def _kept(name: str, value: Any, choose: Callable[[str, Any], bool] | None) -> A
 def map_state(content: dict[str, Any], function: Callable[[Any, str, Any], Any]) -> dict[str, Any]:
     """A state dict of an optimizer, with `function(index, name, value)` in place of each value of a parameter's state.
 
-    In the order of indices; what is not of a parameter, under a string, stays and comes last. The state dict of an
-    optimizer around another one may have a form of its own: then, of each tensor.
+    In the order of indices; entries under a string belong to no parameter, are kept, and come last. The state dict of
+    an optimizer around another one may have another form: then `function` is called for each tensor.
     """
     if "state" not in content:
         of_each: dict[str, Any] = map_only_tensors(partial(function, None, ""), content)
@@ -410,13 +380,12 @@ def map_state(content: dict[str, Any], function: Callable[[Any, str, Any], Any])
 
 def by_saved_index(optimizer: Optimizer, content: dict[str, Any]) -> dict[Any, Tensor]:
     """The parameters of an optimizer by their indices in a state dict. Torch reports a difference in length."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in content["param_groups"] for index in group["params"]]
-    return dict(zip(indices, parameters, strict=False))
+    return dict(zip(indices, parameters_of(optimizer), strict=False))
 
 
 class KeepsNamesAndShapes:
-    """A `load_state_dict` hook of this package, after which a state has the names and shapes that it had."""
+    """A `load_state_dict` hook of this package that changes neither names nor shapes of the state."""
 
 
 def converts(module: nn.Module) -> bool:
@@ -432,7 +401,7 @@ def converts(module: nn.Module) -> bool:
 
 
 def _may_convert(hook: Any) -> bool:
-    """Not ours, nor those of torch's sharding, which restore the shards."""
+    """False for the hooks of this package, and for those of torch's sharding, which restore the shards."""
     function = getattr(hook, "hook", hook)
     is_torchs = getattr(function, "__module__", "").startswith("torch.distributed.")
     return not isinstance(function, KeepsNamesAndShapes) and not is_torchs

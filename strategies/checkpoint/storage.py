@@ -97,19 +97,11 @@ class Folder(Storage):
         return str(self._folder)
 
     def write(self, name: str, blocks: Iterable[Buffer]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with (self._folder / name).open("xb") as file:
-                file.writelines(blocks)
-                _flush(file)
-        except BaseException:
-            self.remove(name)
-            raise
-        _flush_folder(self._folder)
+        with replacing(self._folder / name) as file:
+            file.writelines(blocks)
 
     def commit(self, name: str, content: bytes) -> None:
-        with replacing(self._folder / name) as file:
-            file.write(content)
+        self.write(name, [content])
 
     def read(self, name: str) -> bytes:
         return (self._folder / name).read_bytes()
@@ -197,17 +189,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         with beside.open("wb") as file:
             yield file
-            _flush(file)
+            file.flush()
+            os.fsync(file.fileno())
         beside.replace(path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
     _flush_folder(path.parent)
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _flush_folder(folder: Path) -> None:

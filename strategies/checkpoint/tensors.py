@@ -51,22 +51,22 @@ def replicated(tensor: Tensor, holders: Sequence[int]) -> TensorShards:
 
 
 def no_shards(shape: Sequence[int], dtype: torch.dtype) -> TensorShards:
-    """A tensor of which this rank holds no shard."""
+    """A tensor that has no shard on this rank."""
     return TensorShards(tuple(shape), dtype, (), ())
 
 
 def of_rank(rank: int, nest: Any) -> Any:
-    """A nest of plain values of one rank, with each tensor as one that only this rank holds, whole."""
+    """The nest with a `TensorShards` for each tensor: only this rank holds it, whole."""
     return map_only_tensors(lambda tensor: replicated(tensor, (rank,)), nest)
 
 
 def of_other_rank(nest: Any) -> Any:
-    """What the other ranks pass to `save` for it: no elements, few bytes to send."""
+    """The nest that the other ranks pass to `save` in its place: shapes without elements, few bytes to send."""
     return map_only_tensors(lambda tensor: no_shards(tensor.shape, tensor.dtype), nest)
 
 
 def flat_shard(shape: Sequence[int], start: int, elements: Tensor, rank: int) -> TensorShards:
-    """A tensor of which only this rank holds `elements`: 1-dim, from the index `start` of the flattened tensor on.
+    """A tensor whose `elements` only this rank holds: 1-dim, from the index `start` of the flattened tensor on.
 
     Elements beyond the end are padding, which is not saved.
     """
@@ -162,7 +162,7 @@ def mapped_module(content: Any, *, but: Collection[str] = ()) -> Any:
         return in_memory(content, mapped=True)
     state = copy(content)
     for name, value in content.items():
-        # What the module keeps is in memory.
+        # A module keeps its extra state, which is therefore read into memory.
         state[name] = value if name in but else in_memory(value, mapped=not is_extra_state(name))
     return state
 

@@ -73,7 +73,7 @@ def encode(value: Any, keep: Keep, is_kept: Callable[[Any], bool], at: str = "")
         return found
     kind = name_of(type(value))
     kind += f" of {value.dtype}" if kind == "numpy.ndarray" else ""
-    raise TypeError(_NO_VALUE.format(at=at or "/", kind=kind))
+    raise TypeError(_UNSAVEABLE.format(at=at or "/", kind=kind))
 
 
 def decode(json: Json, find: Find, at: str = "") -> Any:
@@ -229,7 +229,7 @@ def _numpy(value: Any, keep: Callable[[Tensor], Json]) -> Json:
     return None
 
 
-_NO_VALUE = (
+_UNSAVEABLE = (
     "The state has a `{kind}` at {at}, which cannot be saved: reading it back would run code from the file. Save its "
     "contents as numbers, strings, tensors, lists and dictionaries, or an object that has `state_dict` and "
     "`load_state_dict`; leave out what a program makes again, such as a function. An enum, a dataclass or a named "

@@ -87,7 +87,7 @@ def compare_collectives(progress: Callable[[], str] = lambda: "") -> Iterator[No
 
 # Note [One kernel for each operator]
 # A process has one kernel for each operator, and may have several fabrics that compare: the first registers the
-# kernels, and the last lets go of the library, which removes them. An error has the progress of the last.
+# kernels, and the last frees the library, which removes them. An error reports the progress of the last.
 _comparing: list[tuple[Callable[[], str], Any]] = []
 
 
@@ -99,7 +99,7 @@ def _register_kernels() -> Any:
 
 
 def _operators() -> Iterator[tuple[str, Any]]:
-    """The operators of `c10d` in this torch that all ranks of a group call, also those that are in no list here."""
+    """The operators of `c10d` in this torch that all ranks of a group call, also those that `OPERATORS` lacks."""
     of_torch: list[str] = getattr(torch._C, "_dispatch_get_all_op_names", list)()
     for name in {*OPERATORS, *(name[6:] for name in of_torch if name.startswith("c10d::"))}.difference(NOT_COMPARED):
         if overloads := getattr(torch.ops.c10d, name, None):

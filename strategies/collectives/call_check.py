@@ -50,8 +50,8 @@ def check_call(collective: Collective, call: str, *, advice: str = "") -> None:
 
 
 def check_call_later(collective: Collective, call: str, *, advice: str = "") -> None:
-    """`check_call` for data on an accelerator: no rank waits for the message, and the error comes in the next call that
-    the ranks compare, on all of them. It names the line of this one."""
+    """`check_call` for data on an accelerator: no rank waits for the message. The next call that the ranks compare
+    raises the error, on every rank; the error names the line of this call."""
     if collective.size == 1:
         return
     mine, frames = hash_of(call), frames_of(inspect.currentframe())
@@ -92,8 +92,8 @@ def is_comparing() -> bool:
 
 
 def is_in_a_started_thread() -> bool:
-    """Whether a `threading.Thread` makes the call: the first that is compared may be another of its calls on each rank.
-    In threads of C++, autograd makes those of the loop's backward."""
+    """Whether a `threading.Thread` makes the call. Such calls are not compared: ranks may begin at different calls of
+    the thread. In threads of C++, autograd makes the calls of the loop's backward."""
     return frames_of(inspect.currentframe())[-1][2] == "_bootstrap"
 
 

@@ -12,9 +12,10 @@ or on the CPU.
 from __future__ import annotations
 
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from weakref import WeakSet
 
 import torch
@@ -29,15 +30,15 @@ ReduceOp: TypeAlias = Literal["sum", "mean", "min", "max", "product"]
 _REDUCE_OPS = get_args(ReduceOp)
 
 HOST_DEVICES = ("cpu", "xla")
-"""Kinds of device whose ranks send small numbers as tensors on the CPU. On others these stay on the device, so that
-nothing waits for it; XLA's graphs must be equal on all ranks, and would have such numbers in them."""
+"""Device types with which small numbers are sent as CPU tensors. With others they stay on the device, so that the host
+does not wait for it. XLA's graphs must be equal on all ranks, and would contain such numbers."""
 
 
 class CollectiveError(RuntimeError):
     """A collective could not be completed. Has the rank that noticed, and the cause.
 
-    `lost`: the ranks that had ended, or did not arrive, while others called it, as far as they are known. `lost_peer`:
-    whether this rank is none of them, so that its error is a symptom and not the cause.
+    `lost`: the ranks known to have ended, or not to have arrived, while others called it. `lost_peer`: whether only
+    other ranks are lost, so that this rank's error is a symptom and not the cause.
     """
 
     # -1: until pickle sets it
@@ -89,7 +90,7 @@ class Collective(ABC):
     """Communication between the ranks of a world, or some of them."""
 
     device: torch.device | None = None
-    """The device of this rank; None: the current one. They differ in threads of the program."""
+    """The device of this rank; None: the current one, which each thread of the program has of its own."""
     progress: Callable[[], str] = staticmethod(lambda: "")
     """How far the loop of this rank is, for errors: `after 6 steps`."""
 
@@ -127,7 +128,7 @@ class Collective(ABC):
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite each tensor with that of rank 0. Shapes and dtypes are equal on all ranks.
 
-        Bypasses autograd, which does not notice that saved tensors are overwritten. Backends that can send all at once.
+        Bypasses autograd, which does not notice that saved tensors are overwritten. A backend may send all at once.
         """
         for tensor in tensors:
             received = self.broadcast(tensor.detach())
@@ -155,13 +156,12 @@ class Collective(ABC):
         return self.all_reduce(torch.tensor(number, dtype=torch.float64, device="cpu")).item()
 
     def add_number_later(self, number: float, then: Callable[[float], None]) -> None:
-        """`add_number`, for which no rank waits, if the backend can: `then` gets the sum before the next message
-        between hosts at the latest."""
+        """Asynchronous `add_number`, if the backend supports it: `then` receives the sum before the next message
+        between hosts."""
         then(self.add_number(number))
 
     def start_add_numbers(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        """Asynchronous sums, in float64, of all ranks' numbers. The returned function is as that of
-        `start_all_reduce`."""
+        """Asynchronous sums, in float64, of all ranks' numbers. Otherwise as `start_all_reduce`."""
         finish = self.start_all_reduce(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
         return lambda: finish().tolist()
 
@@ -221,8 +221,8 @@ class Collective(ABC):
         """
 
     def for_gradients(self) -> Collective:
-        """The same ranks, for gradients: where the backend aborts on calls that differ over ranks, its calls are not
-        matched with those of this collective.
+        """A collective of the same ranks for gradients. Where the backend aborts if ranks make different calls, calls
+        of the two collectives are not matched with each other.
 
         The same object each time, which exists until `teardown`.
         """
@@ -240,22 +240,14 @@ class Collective(ABC):
         """
 
 
-class Connected(Protocol):
-    """A collective that a forked process must not use.
-
-    A process that a rank forks, such as a worker of a `DataLoader`, is not a rank: it has copies of the rank's sockets,
-    but not the threads that serve them, so a collective in it would wait for ever. It raises instead.
-    """
-
-    def forget(self) -> None:
-        """Drop the connection without ending it. Called in the forked process."""
+# Note [Collectives in forked processes]
+# A process that a rank forks, such as a worker of a `DataLoader`, is not a rank: it has copies of the rank's sockets,
+# but not the threads that serve them. A collective would wait there for ever, so it drops its connection, and raises.
+_CONNECTED: WeakSet[Any] = WeakSet()
 
 
-_CONNECTED: WeakSet[Connected] = WeakSet()
-
-
-def forget_in_forks(collective: Connected) -> None:
-    """Call `forget` in each process that this one forks from now on, as long as the collective exists."""
+def forget_in_forks(collective: Any) -> None:
+    """Call `collective.forget()` in each process that this one forks from now on, as long as the collective exists."""
     _CONNECTED.add(collective)
 
 
@@ -263,8 +255,8 @@ def in_a_fork(operation: str, rank: int) -> str:
     """The text of the error that a collective raises in a forked process."""
     return (
         f"`{operation}` in a process that rank {rank} has forked (a worker of a `DataLoader`, `multiprocessing`, "
-        "`os.fork`), and which is not a rank: it cannot reach the other ranks. Call collectives in the process of the "
-        "rank alone, and pass a dataset what it needs of them, such as `fabric.global_rank`."
+        "`os.fork`): it is not a rank, and cannot reach the other ranks. Call collectives in the process of the rank, "
+        "and pass a dataset their results, or `fabric.global_rank`."
     )
 
 
@@ -273,5 +265,5 @@ def _forget() -> None:
         each.forget()
 
 
-if hasattr(os, "register_at_fork"):
+if sys.platform != "win32":
     os.register_at_fork(after_in_child=_forget)

@@ -3,9 +3,9 @@
 Small tensors are packed into few messages (100 of 1 KB over gloo, 2 ranks: 1.2-1.7 ms; one message each takes 40-100
 ms), large ones are sent alone and uncopied. Before data is sent, the ranks compare their calls, also for a single
 tensor: gloo aborts the process on sizes that differ, and reinterprets bytes of another dtype. The comparison is one
-message of one number. Where the data is on an accelerator no rank waits for that message: hosts would meet at each
-metric. Ranks whose calls differ then raise one call later; until then devices may hang, which the report of hangs
-shows, or have garbage.
+message of one number. Where the data is on an accelerator no rank waits for that message, which would synchronise the
+hosts at each metric. Ranks whose calls differ then raise one call later; until then devices may hang, which the report
+of hangs shows, or have garbage.
 """
 
 from __future__ import annotations

@@ -112,10 +112,6 @@ def _receive(collective: Collective, specs: Sequence[Spec], src: int) -> list[Te
     return [received[index] for index in range(len(specs))]
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
-
-
 @final
 class _Dismantler(pickle.Pickler):
     """Replaces each tensor by a number. A tensor that occurs twice is one tensor at the receiver, too."""
@@ -128,7 +124,7 @@ class _Dismantler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> tuple[int, bool | None] | None:
         if type(obj) is not Tensor and type(obj) is not nn.Parameter:
             return None
-        if not _is_plain(obj):
+        if obj.layout is not torch.strided or obj.is_quantized or obj.device.type == "meta":
             return None  # rare, and not one block of numbers: pickled in its own way
         index = self._index.get(id(obj))
         if index is None:

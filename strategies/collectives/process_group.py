@@ -68,13 +68,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 _KEPT: set[ProcessGroup] = set()
 """Groups that were removed from torch while forked processes held copies of their sockets."""
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,  # divided in `from_reduced`
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
+_OPS: dict[ReduceOp, Any] = {op: getattr(dist.ReduceOp, op.upper()) for op in ("sum", "min", "max", "product")}
+_OPS["mean"] = dist.ReduceOp.SUM  # divided in `from_reduced`
 
 
 @final
@@ -82,7 +77,7 @@ class TorchCollective(CarriesObjects):
     """All ranks of a world, over torch's default process group, which DDP and FSDP use as well.
 
     `backend`: torch's name ("gloo", "nccl"), for tensors on `device`. If that is not the CPU, gloo is added for CPU
-    tensors. `timeout_seconds`: how long a call waits for the other ranks; torch's own for gloo.
+    tensors. `timeout_seconds`: how long a call waits for the other ranks. The default is torch's for gloo.
     """
 
     def __init__(self, world: World, backend: str, *, device: torch.device, timeout_seconds: float = 1800.0) -> None:
@@ -356,7 +351,7 @@ class TorchCollective(CarriesObjects):
 
     def _failure(self, operation: str, tensor: Tensor | None, error: Exception) -> CollectiveError:
         of = "" if tensor is None else f" of a tensor {Spec.of(tensor)}"
-        # That of another's group is not known.
+        # The timeout of a group that the program created is not known.
         waits = f" (a call waits {self._timeout_seconds:g} s for the other ranks)" if self._owns_group else ""
         return CollectiveError(
             f"`{operation}`{of} failed on rank {self._rank} of {self._size}{waits}: {str(error).strip()}\nCheck the "

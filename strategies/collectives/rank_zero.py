@@ -54,14 +54,14 @@ def rank_zero_first(collective: Collective, world: World, *, local: bool = False
     """
     goes_first = (world.local_rank if local else world.rank) == 0
     failure: str | None = None
-    if goes_first:
-        try:
+    try:
+        if goes_first:
             yield
-        except BaseException as error:  # also KeyboardInterrupt and SystemExit: the others must not wait for ever
-            failure = f"{type(error).__name__}: {error}"
-            collective.all_gather_object(failure)
-            raise
-    failures = collective.all_gather_object(None)
+    except BaseException as error:  # also KeyboardInterrupt and SystemExit: the others must not wait for ever
+        failure = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        failures = collective.all_gather_object(failure)
     for rank, cause in enumerate(failures):
         if cause is not None:
             raise CollectiveError(

@@ -36,7 +36,7 @@ class Route:
         self._collective = collective
         in_order, self._order = owner.long().sort(stable=True)
         starts = torch.searchsorted(in_order, torch.arange(size + 1, device=owner.device))
-        # Of every rank: where the rows for each rank start, where those for the last one end, and its number of rows.
+        # For every rank: the start of the rows for each rank, the end of the last of these, and the number of rows.
         of_ranks = collective.all_gather(torch.cat([starts, starts.new_full((1,), len(owner))])).tolist()
         wrong = [rank for rank, (first, *_, end, num_rows) in enumerate(of_ranks) if first > 0 or end < num_rows]
         if wrong:

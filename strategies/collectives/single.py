@@ -60,9 +60,6 @@ class SingleDeviceCollective(CarriesObjects):
         check_split(ranks, 1, is_part=False)
         return self
 
-    def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:
-        return decision
-
     def store(self) -> None:
         return None
 

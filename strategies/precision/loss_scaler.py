@@ -26,7 +26,7 @@ class _Gradients:
     """The state of one optimizer's gradients."""
 
     scale: float = 1.0  # the factor that is in them at present
-    is_checked: bool = True  # whether they were unscaled and looked at since the last backward; a scale may be 1.0
+    is_checked: bool = True  # whether they were unscaled and checked since the last backward; a scale may be 1.0
     overflowed: bool = False
     hidden: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -35,8 +35,8 @@ class _Gradients:
 class LossScaler:
     """Multiplies losses by a scale, and divides gradients by it; the scale adapts.
 
-    `decide`: turns this rank's "overflowed" into that of all ranks, and `local` a gradient into this rank's part of it,
-    for strategies whose ranks hold different gradients. `report` is called with a message for each skipped step.
+    For strategies whose ranks hold different gradients, `decide` returns whether any rank's gradients overflowed, and
+    `local` returns this rank's part of a gradient. `report` is called with a message for each skipped step.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LossScaler:
     def finish_backward(self) -> None:
         """Divide all gradients by their scale, so that the program sees the gradients of a run without scaling.
 
-        Their overflow is looked at when they are clipped, or in the step: see `unscale`.
+        Overflow is checked when they are clipped, or in the step: see `unscale`.
         """
         for optimizer, gradients in self._known.items():
             self._rescale(optimizer, gradients, 1.0)
@@ -96,7 +96,7 @@ class LossScaler:
     def unscale(self, *optimizers: Optimizer, is_finite: bool = False) -> bool:
         """Unscale the gradients of optimizers; returns whether they are finite. Calling it again does nothing.
 
-        If those of one are not, all are to skip their steps. `is_finite`: whether they are known to be, on all ranks;
+        If the gradients of one are not, all skip their steps. `is_finite`: whether they are known to be, on all ranks;
         otherwise it waits for the device.
         """
         overflowed = False
@@ -125,14 +125,12 @@ class LossScaler:
         round."""
         if not self._stepped:
             return
+        self._good_steps = 0 if self._overflowed else self._good_steps + 1
         if self._overflowed:
             self.scale *= _BACKOFF
+        elif self._good_steps == self.growth_interval_steps:
+            self.scale *= _GROWTH
             self._good_steps = 0
-        else:
-            self._good_steps += 1
-            if self._good_steps == self.growth_interval_steps:
-                self.scale *= _GROWTH
-                self._good_steps = 0
         self._stepped = self._overflowed = False
 
     def _rescale(self, optimizer: Optimizer, gradients: _Gradients, scale: float) -> None:
@@ -181,7 +179,7 @@ def all_finite(gradients: Sequence[Tensor]) -> bool:
     """Whether all numbers of these tensors, this rank's parts of gradients, are finite."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     held = [gradient.detach() for gradient in dense if gradient.numel()]
-    # Their norm takes a fifteenth of the time of the largest on a CPU. It may overflow where no gradient does.
+    # On a CPU the 2-norm takes a fifteenth of the time of the maximum. It may overflow where no gradient does.
     if torch.nn.utils.get_total_norm(held, 2.0).isfinite():
         return True
     # One transfer for all takes 0.16 of the time of one for each tensor.

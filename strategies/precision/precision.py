@@ -6,7 +6,7 @@ DeepSpeed as configuration keys. No strategy subclasses it.
 In forward, inputs are cast for a `-true` precision; under a `-mixed` one autocast is on, and outputs are cast to
 float32. Under a `-true` precision tensors created in forward have its dtype too, as in plain PyTorch under
 `torch.set_default_dtype`; also in backward, where activation checkpointing runs forward again. Complex numbers stay
-complex. Its outputs are not cast.
+complex, and outputs are not cast.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Precision:
     reduce_dtype: torch.dtype
     """Of gradients while they are reduced over ranks."""
     output_dtype: torch.dtype | None = None
-    """To which tensors in `compute_dtype` are cast that forward returns; None: they stay. Under a `-mixed` precision
-    float32, so that a loss of them is computed as under autocast around forward and loss."""
+    """The dtype to which forward's outputs in `compute_dtype` are cast; None: they are not cast. Under a `-mixed`
+    precision float32, so that the loss is computed as under autocast around forward and loss."""
     scales_loss: bool = False
     """Whether losses are multiplied before backward, so that small float16 gradients do not vanish (Micikevicius et
     al., ICLR 2018), and gradients divided before the step."""

@@ -137,7 +137,7 @@ def main(folder: Path, num_kills: int, seed: int, port: int) -> None:
             "whole": all(bool(each.eq(content["step"]).all()) for each in content["tensors"]),
             "num_bytes": num_bytes,
             "full_bytes": FULL_BYTES,
-            "written": next((size for name, size in new.items() if name.endswith(f".{killer}.bin")), None),
+            "written": next((size for name, size in new.items() if f".{killer}.bin" in name), None),
         }
         before = content["step"]
         if step == num_kills:

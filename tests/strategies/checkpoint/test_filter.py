@@ -12,7 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import SGD
 
 from fabric import Fabric, read_checkpoint
-from fabric.strategies.checkpoint.state import state_of
+from fabric.strategies.checkpoint.state import ObjectStates
 
 
 def save_heads(fabric: Fabric, folder: str) -> list[object]:
@@ -26,7 +26,8 @@ def save_heads(fabric: Fabric, folder: str) -> list[object]:
 
     fabric.save(f"{folder}/one", {"model": model}, filter={"model": is_last})
     with CommDebugMode() as messages:
-        state_of({"model": model}, {"model": is_last}, fabric._connected.objects.state_access, gathered=False)
+        states = ObjectStates(fabric._connected.objects.state_access)
+        states.read({"model": model}, {"model": is_last}, gathered=False)
     return [shown, messages.get_total_counts()]
 
 
@@ -40,5 +41,5 @@ def test_a_filter_is_shown_whole_shapes_and_nothing_is_gathered(strategy: str, t
 
 def test_a_filter_is_shown_the_values_of_tensors_that_are_not_sharded() -> None:
     model = nn.Linear(3, 2)
-    found = state_of({"model": model}, {"model": lambda name, tensor: torch.equal(tensor, model.bias)})
+    found = ObjectStates().read({"model": model}, {"model": lambda name, tensor: torch.equal(tensor, model.bias)})
     assert set(found["model"]) == {"bias"}

@@ -28,7 +28,7 @@ from fabric import CheckpointError, Fabric, read_checkpoint
 from fabric.strategies.checkpoint.loading import Checkpoint
 from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.saving import commit, plan, save, write
-from fabric.strategies.checkpoint.state import state_of
+from fabric.strategies.checkpoint.state import ObjectStates
 from fabric.strategies.checkpoint.storage import Folder, storage_of
 from fabric.strategies.checkpoint.tensors import TensorShards, no_shards, replicated
 from fabric.strategies.collectives.single import SingleDeviceCollective
@@ -83,7 +83,7 @@ def test_values_and_tensors_are_loaded_as_they_were_saved(tmp_path: Path) -> Non
 
 def test_containers_of_plain_values_keep_their_classes_next_to_objects() -> None:
     nest = {"counts": Counter(a=1), "ordered": OrderedDict(b=1), "shape": torch.Size([2]), "module": nn.Linear(1, 1)}
-    found = state_of({"user": nest})["user"]
+    found = ObjectStates().read({"user": nest})["user"]
     assert [type(each) for each in found.values()] == [Counter, OrderedDict, torch.Size, OrderedDict]
     assert type(nest["module"]) is nn.Linear
 

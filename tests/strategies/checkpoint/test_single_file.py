@@ -21,7 +21,7 @@ from fabric import Fabric
 from fabric.launchers.world import World
 from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.checkpoint.other_formats import load, save
-from fabric.strategies.checkpoint.state import restore, state_of
+from fabric.strategies.checkpoint.state import ObjectStates
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.collectives.single import SingleDeviceCollective
 
@@ -38,10 +38,10 @@ def test_a_saved_state_is_loaded_again(tmp_path: Path) -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     state = {"model": model, "optimizer": optimizer, "step": 3, "deep": {"list": [torch.ones(2), "word"]}}
-    save(alone(), tmp_path / "new" / "file.ckpt", state_of(state))
+    save(alone(), tmp_path / "new" / "file.ckpt", ObjectStates().read(state))
     other = nn.Linear(2, 2)
     target: dict[str, Any] = {"model": other, "step": 0}
-    rest = restore(target, load(alone(), tmp_path / "new" / "file.ckpt"), strict=True)
+    rest = ObjectStates().restore(target, load(alone(), tmp_path / "new" / "file.ckpt"), strict=True)
     torch.testing.assert_close(other.state_dict(), model.state_dict())
     assert target["step"] == 3
     assert set(rest) == {"optimizer", "deep"}
@@ -50,9 +50,9 @@ def test_a_saved_state_is_loaded_again(tmp_path: Path) -> None:
 
 def test_a_compiled_module_is_saved_under_the_names_of_the_module_itself(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    save(alone(), tmp_path / "file", state_of({"model": torch.compile(model, backend="eager")}))
+    save(alone(), tmp_path / "file", ObjectStates().read({"model": torch.compile(model, backend="eager")}))
     assert list(load(alone(), tmp_path / "file")["model"]) == ["weight", "bias"]
-    restore(
+    ObjectStates().restore(
         {"model": torch.compile(nn.Linear(2, 2), backend="eager")},
         load(alone(), tmp_path / "file"),
         strict=True,
@@ -60,24 +60,24 @@ def test_a_compiled_module_is_saved_under_the_names_of_the_module_itself(tmp_pat
 
 
 def test_a_filter_selects_entries() -> None:
-    state = state_of({"model": nn.Linear(2, 2), "step": 1}, {"model": lambda name, value: name == "bias"})
+    state = ObjectStates().read({"model": nn.Linear(2, 2), "step": 1}, {"model": lambda name, value: name == "bias"})
     assert list(state["model"]) == ["bias"]
 
 
 def test_a_filter_for_an_unknown_name_raises_with_the_names_in_the_state() -> None:
     with pytest.raises(ValueError, match="`filter` has 'optimizer', but the state has 'model'"):
-        state_of({"model": nn.Linear(1, 1)}, {"optimizer": lambda name, value: True})
+        ObjectStates().read({"model": nn.Linear(1, 1)}, {"optimizer": lambda name, value: True})
 
 
 def test_a_filter_on_a_value_without_entries_raises() -> None:
     with pytest.raises(TypeError, match=r"`state\['step'\]` is a `int`"):
-        state_of({"step": 1}, {"step": lambda name, value: True})
+        ObjectStates().read({"step": 1}, {"step": lambda name, value: True})
 
 
 def test_strict_loading_raises_with_the_missing_names() -> None:
     with pytest.raises(KeyError, match="optimizer"):
-        restore({"optimizer": None}, {"model": 1}, strict=True)
-    assert restore({"optimizer": None}, {"model": 1}, strict=False) == {"model": 1}
+        ObjectStates().restore({"optimizer": None}, {"model": 1}, strict=True)
+    assert ObjectStates().restore({"optimizer": None}, {"model": 1}, strict=False) == {"model": 1}
 
 
 def test_loading_runs_no_code_from_the_file(tmp_path: Path) -> None:

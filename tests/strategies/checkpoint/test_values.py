@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fabric.strategies.checkpoint.saving import save
-from fabric.strategies.checkpoint.state import state_of
+from fabric.strategies.checkpoint.state import ObjectStates
 from fabric.strategies.checkpoint.storage import Folder
 from fabric.strategies.collectives.single import SingleDeviceCollective
 
@@ -57,4 +57,4 @@ def test_the_error_of_a_value_that_cannot_be_saved_names_its_place_and_what_to_s
     collective = SingleDeviceCollective()
     collective.setup()
     with pytest.raises(TypeError, match=r"at /deep/0\S*.*, which cannot be saved.* Save its contents as numbers"):
-        save(collective, Folder(tmp_path), state_of({"deep": [value]}))
+        save(collective, Folder(tmp_path), ObjectStates().read({"deep": [value]}))
