@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from fabric.launchers.external import External, inline
-from fabric.launchers.fork import Fork
+from fabric.launchers.fork import Fork, why_fork_is_unsafe
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.process.program import imported_script, this_program, who_goes_on
 from fabric.launchers.processes import Processes, forkserver
-from fabric.launchers.rank.fork_safety import fork_is_safe
 from fabric.launchers.registry import launcher_row
 from fabric.launchers.script import Script
 from fabric.launchers.world import World
@@ -64,7 +63,7 @@ def choose_launcher(
         return forkserver(topology, is_chosen=True)
     program = this_program()
     # Ranks on the CPU use a device where they pin memory, so that where another launcher works nothing may be lost.
-    unsafe = fork_is_safe(None if word == "auto" and program.can_run_again else device_type)
+    unsafe = why_fork_is_unsafe(None if word == "auto" and program.can_run_again else device_type)
     if unsafe is None:
         return Fork(topology)
     if word == "fork":

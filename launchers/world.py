@@ -16,8 +16,8 @@ class Rendezvous:
     """Host name or address of the store."""
     port: int
     """TCP port of the store."""
-    hosted: bool
-    """True: another process serves the store there (fabric's supervisor, torchrun's agent). False: rank 0 serves it."""
+    hosted: bool = False
+    """Whether another process than rank 0 serves the store there: fabric's supervisor, or torchrun's agent."""
     attempt: int = 0
     """The number of this attempt of the job. Keys of an earlier attempt are never read by a later one."""
 
@@ -57,6 +57,11 @@ class World:
             )
         if self.size > 1 and self.rendezvous is None:
             raise ValueError(f"A world of `size={self.size}` needs a `rendezvous`: the address where its ranks meet.")
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Rank, size, local rank, local size, node rank and number of nodes."""
+        return self.rank, self.size, self.local_rank, self.local_size, self.node_rank, self.num_nodes
 
     @property
     def is_global_zero(self) -> bool:

@@ -97,7 +97,7 @@ WHOLE = (
     "tests/conformance",
     "tests/device",
     "tests/fabric/test_hangs.py",
-    "tests/launchers/rank/test_fork_safety.py::test_an_unsafe_fork",
+    "tests/launchers/test_fork.py::test_an_unsafe_fork",
     "tests/launchers/supervision/test_failure.py",
     "tests/strategies/gradients/test_sparse.py",
     "tests/strategies/model_parallel/pipeline/test_refusals.py",

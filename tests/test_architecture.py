@@ -52,12 +52,12 @@ PART_IMPORTS = {
     ): "gloo's option for one group is a variable",
     (
         "strategies/collectives/process_group.py",
-        "fabric.launchers.watch.activity",
+        "fabric.launchers.watch.table",
     ): "the name by which a group is known",
-    ("strategies/collectives/c10d_check.py", "fabric.launchers.watch.activity"): "the name by which a group is known",
+    ("strategies/collectives/c10d_check.py", "fabric.launchers.watch.table"): "the name by which a group is known",
     (
         "strategies/collectives/flight_recorder.py",
-        "fabric.launchers.watch.activity",
+        "fabric.launchers.watch.table",
     ): "a call in words, as the watcher takes it",
     ("strategies/collectives/call_check.py", "fabric.launchers.process.stack"): "the user's line in a stack",
     ("strategies/collectives/flight_recorder.py", "fabric.launchers.process.stack"): "the user's line in a stack",

@@ -32,7 +32,7 @@ from fabric.launchers.world import World
 class BeehiveEnvironment(Environment):
     name = "beehive"
     looked_for = "BEE_RANK (buzz)"
-    telling = ("BEE_RANK", "BEES")
+    names = ("BEE_RANK", "BEES")
 
     def detect(self, environ):
         return "BEE_RANK" in environ

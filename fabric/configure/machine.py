@@ -147,7 +147,7 @@ def _packages(wanted: str | Strategy) -> Mapping[str, str]:
 
 def _variables(environ: Mapping[str, str], launcher: str, own: Environment | None) -> tuple[str, ...]:
     teller = own or next((one for one in ENVIRONMENTS if one.name == launcher), OursEnvironment())
-    return tuple(f"{name}={environ[name]}" for name in teller.telling if name in environ)
+    return tuple(f"{name}={environ[name]}" for name in teller.names if name in environ)
 
 
 def _has_met_others() -> bool:

@@ -1,7 +1,7 @@
 """Horovod's variables, in both directions: read from `horovodrun`, and set for Horovod.
 
-A rank of horovodrun meets the others as all ranks of fabric do, at a store; horovodrun's own rendezvous is not used.
-Horovod reads its variables from the environment when it starts, so they are set only meanwhile.
+A rank of horovodrun meets the others at a store, as all ranks of fabric do; horovodrun's own rendezvous is not used.
+Horovod reads its variables from the environment when it starts, so they are set only while it starts.
 Source: horovod 0.28.1, runner/gloo_run.py, common/gloo/gloo_context.cc.
 """
 
@@ -14,18 +14,8 @@ from typing import final
 from zlib import crc32
 
 from fabric.launchers.environments.defaults import variables
-from fabric.launchers.environments.environment import Environment
-from fabric.launchers.environments.variables import Variables
+from fabric.launchers.environments.environment import Environment, Variables
 from fabric.launchers.world import Rendezvous, World
-
-NAMES = (
-    "HOROVOD_RANK",
-    "HOROVOD_SIZE",
-    "HOROVOD_LOCAL_RANK",
-    "HOROVOD_LOCAL_SIZE",
-    "HOROVOD_CROSS_RANK",
-    "HOROVOD_CROSS_SIZE",
-)
 
 INSTALL = (
     "Release 0.28.1 does not compile against today's torch by itself. In torchfabric's repository, run "
@@ -39,24 +29,24 @@ class HorovodEnvironment(Environment):
 
     name = "horovod"
     looked_for = "HOROVOD_RANK (horovodrun)"
-    telling = "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
+    names = tuple(f"HOROVOD_{of}{what}" for of in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE"))
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return "HOROVOD_RANK" in environ
 
     def world(self, environ: Mapping[str, str]) -> World:
-        read = Variables(environ, "horovodrun", NAMES)
+        read = Variables(environ, "horovodrun", self.names)
         num_nodes = read.integer("HOROVOD_CROSS_SIZE")
         if num_nodes * read.integer("HOROVOD_LOCAL_SIZE") != read.integer("HOROVOD_SIZE"):
             raise ValueError(
                 f"{read.show()}: nodes have different numbers of ranks, so these do not tell which node this is. Give "
                 "every host the same number of slots."
             )
-        return read.world(self.name, _rendezvous(read, num_nodes), *map(read.integer, NAMES))
+        return read.world(self.name, _rendezvous(read, num_nodes), *map(read.integer, self.names))
 
 
 def _rendezvous(read: Variables, num_nodes: int) -> Rendezvous:
-    """Rank 0 serves the store, on a port out of that of horovodrun's own rendezvous, which is of this job alone."""
+    """Rank 0 serves the store, on a port derived from that of horovodrun's own rendezvous, which no other job has."""
     if num_nodes > 1 and "MASTER_ADDR" not in read.environ:
         raise ValueError(
             f"{read.show()}: horovodrun started ranks on {num_nodes} nodes, and tells none of them where rank 0 is. "
@@ -64,12 +54,7 @@ def _rendezvous(read: Variables, num_nodes: int) -> Rendezvous:
         )
     job = read.text("HOROVOD_GLOO_RENDEZVOUS_ADDR"), read.text("HOROVOD_GLOO_RENDEZVOUS_PORT")
     number = crc32(":".join(job).encode())
-    return Rendezvous(
-        address=read.environ.get("MASTER_ADDR", "127.0.0.1"),
-        port=read.port_of_job(number),
-        hosted=False,
-        attempt=number,
-    )
+    return read.served_by_rank_0(read.environ.get("MASTER_ADDR", "127.0.0.1"), number, attempt=number)
 
 
 def place_in_environment(
@@ -82,12 +67,7 @@ def place_in_environment(
     """
     interface = os.environ.get("HOROVOD_GLOO_IFACE", os.environ.get("GLOO_SOCKET_IFNAME", interface))
     place = {
-        "HOROVOD_RANK": str(world.rank),
-        "HOROVOD_SIZE": str(world.size),
-        "HOROVOD_LOCAL_RANK": str(world.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(world.local_size),
-        "HOROVOD_CROSS_RANK": str(world.node_rank),
-        "HOROVOD_CROSS_SIZE": str(world.num_nodes),
+        **dict(zip(HorovodEnvironment.names, map(str, world.place), strict=True)),
         "HOROVOD_HOSTNAME": f"node{world.node_rank}",  # a name that is different for each node, not an address
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),

@@ -5,20 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import final
 
-from fabric.launchers.environments.environment import Environment
-from fabric.launchers.environments.variables import Variables
+from fabric.launchers.environments.environment import Environment, Variables
 from fabric.launchers.world import Rendezvous, World
-
-NAMES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "NODE_RANK",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 @final
@@ -29,13 +17,16 @@ class LocalEnvironment(Environment):
     """
 
     name = "local"
+    names = (*Environment.names, "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return "RANK" in environ or "WORLD_SIZE" in environ
 
     def world(self, environ: Mapping[str, str]) -> World:
-        found = " ".join(name for name in NAMES if name in environ)
-        read = Variables(environ, "A launch by hand", NAMES, f"; or, if no launch by hand is meant, `unset {found}`")
+        found = " ".join(name for name in self.names if name in environ)
+        read = Variables(
+            environ, "A launch by hand", self.names, f"; or, if no launch by hand is meant, `unset {found}`"
+        )
         rank, size = read.integer("RANK"), read.integer("WORLD_SIZE")
         if ("LOCAL_RANK" in environ) != ("LOCAL_WORLD_SIZE" in environ):
             raise ValueError(
@@ -46,6 +37,6 @@ class LocalEnvironment(Environment):
         node_rank = read.integer("NODE_RANK", read.integer("GROUP_RANK", rank // max(local_size, 1)))
         at = None
         if size > 1:
-            at = Rendezvous(address=read.text("MASTER_ADDR"), port=read.integer("MASTER_PORT"), hosted=False)
+            at = Rendezvous(address=read.text("MASTER_ADDR"), port=read.integer("MASTER_PORT"))
         num_nodes = max(-(-size // max(local_size, 1)), node_rank + 1)
         return read.world(self.name, at, rank, size, local_rank, local_size, node_rank, num_nodes)

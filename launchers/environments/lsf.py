@@ -12,18 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
-from fabric.launchers.environments.environment import Environment
-from fabric.launchers.environments.variables import Variables
-from fabric.launchers.world import Rendezvous, World
+from fabric.launchers.environments.environment import Environment, Variables
+from fabric.launchers.world import World
 
-NAMES = (
-    "LSB_JOBID",
-    "LSB_DJOB_RANKFILE",
-    "JSM_NAMESPACE_RANK",
-    "JSM_NAMESPACE_SIZE",
-    "JSM_NAMESPACE_LOCAL_RANK",
-    "JSM_NAMESPACE_LOCAL_SIZE",
-)
+PLACE = "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"
 
 
 @final
@@ -32,20 +24,16 @@ class LSFEnvironment(Environment):
 
     name = "lsf"
     looked_for = "JSM_NAMESPACE_RANK (jsrun)"
-    telling = "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"
+    names = ("LSB_JOBID", "LSB_DJOB_RANKFILE", *PLACE)
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return "JSM_NAMESPACE_RANK" in environ
 
     def world(self, environ: Mapping[str, str]) -> World:
-        read = Variables(environ, "jsrun", NAMES)
+        read = Variables(environ, "jsrun", self.names)
         hosts = _compute_hosts(read)
-        at = Rendezvous(
-            address=environ.get("MASTER_ADDR") or hosts[0],
-            port=read.port_of_job(read.integer("LSB_JOBID")),
-            hosted=False,
-        )
-        return read.world(self.name, at, *map(read.integer, NAMES[2:]), _place_among(hosts, environ), len(hosts))
+        at = read.served_by_rank_0(environ.get("MASTER_ADDR") or hosts[0], read.integer("LSB_JOBID"))
+        return read.world(self.name, at, *map(read.integer, PLACE), _place_among(hosts, environ), len(hosts))
 
 
 def _compute_hosts(read: Variables) -> list[str]:

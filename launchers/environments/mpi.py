@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import final
 from zlib import crc32
 
-from fabric.launchers.environments.environment import Environment
-from fabric.launchers.environments.variables import Variables
+from fabric.launchers.environments.environment import Environment, Variables
 from fabric.launchers.world import Rendezvous, World
 
 OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -27,7 +26,7 @@ class MPIEnvironment(Environment):
 
     name = "mpi"
     looked_for = "OMPI_COMM_WORLD_RANK (mpirun)"
-    telling = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"
+    names = OPEN_MPI + HYDRA
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         # srun sets PMI_RANK, and jsrun Open MPI's variables, for programs that initialise MPI.
@@ -62,4 +61,4 @@ def _rendezvous(read: Variables, num_nodes: int) -> Rendezvous:
             "29500`)."
         )
     number = crc32(job.encode())
-    return Rendezvous(address=address, port=read.port_of_job(number), hosted=False, attempt=number)
+    return read.served_by_rank_0(address, number, attempt=number)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import final
 
-from fabric.launchers.environments.environment import Environment
-from fabric.launchers.environments.torchelastic import NAMES, world_of
-from fabric.launchers.environments.variables import Variables
+from fabric.launchers.environments.environment import Environment, Variables
+from fabric.launchers.environments.torchelastic import PLACE, world_of
 from fabric.launchers.world import Rendezvous, World
 
 MARK = "FABRIC_LAUNCHER"
@@ -22,13 +21,14 @@ class OursEnvironment(Environment):
     """A rank of a launch of fabric."""
 
     name = "fabric"
+    names = (MARK, *PLACE)
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return MARK in environ
 
     def world(self, environ: Mapping[str, str]) -> World:
         launcher = environ[MARK]
-        return world_of(Variables(environ, f"`launcher={launcher!r}`", (MARK, *NAMES)), launcher)
+        return world_of(Variables(environ, f"`launcher={launcher!r}`", self.names), launcher)
 
 
 def variables_of(world: World, environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
@@ -41,12 +41,7 @@ def variables_of(world: World, environ: Mapping[str, str], num_cores: int) -> di
     variables = {
         MARK: world.launcher,
         "PYTHONHASHSEED": environ.get("PYTHONHASHSEED") or "0",  # one on all ranks: the order of a set of strings
-        "RANK": str(world.rank),
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_RANK": str(world.local_rank),
-        "LOCAL_WORLD_SIZE": str(world.local_size),
-        "GROUP_RANK": str(world.node_rank),
-        "GROUP_WORLD_SIZE": str(world.num_nodes),
+        **dict(zip(PLACE, map(str, world.place), strict=True)),
         "MASTER_ADDR": at.address,
         "MASTER_PORT": str(at.port),
         # As torchrun sets it if the store is served outside the ranks: `init_process_group("gloo")` then joins it.

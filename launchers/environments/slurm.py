@@ -10,22 +10,11 @@ import re
 from collections.abc import Mapping
 from typing import final
 
-from fabric.launchers.environments.environment import Environment
-from fabric.launchers.environments.variables import Variables
-from fabric.launchers.world import Rendezvous, World
+from fabric.launchers.environments.environment import Environment, Variables
+from fabric.launchers.world import World
 
-NAMES = (
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_NTASKS",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_STEP_NUM_NODES",
-    "SLURM_STEP_NODELIST",
-    "SLURM_STEP_TASKS_PER_NODE",
-)
+_OF_JOB = "JOB_ID", "PROCID", "LOCALID", "NODEID", "NTASKS", "NNODES"
+_OF_STEP = "STEP_ID", "STEP_NUM_TASKS", "STEP_NUM_NODES", "STEP_NODELIST", "STEP_TASKS_PER_NODE"
 INTERACTIVE_STEP = str(0xFFFFFFFA)
 """The step in which `salloc` runs its shell on a cluster with `use_interactive_step`. Source: slurm.h."""
 OF_MPI = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
@@ -38,7 +27,7 @@ class SlurmEnvironment(Environment):
 
     name = "slurm"
     looked_for = "SLURM_PROCID and SLURM_STEP_ID (srun)"
-    telling = "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NNODES"
+    names = tuple(f"SLURM_{word}" for word in (*_OF_JOB, *_OF_STEP))
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         # A batch script has a SLURM_PROCID of its own, but no step. An interactive shell is a step of one task.
@@ -48,16 +37,12 @@ class SlurmEnvironment(Environment):
         return not (is_interactive and environ.get("SLURM_STEP_NUM_TASKS") == "1")
 
     def world(self, environ: Mapping[str, str]) -> World:
-        read = Variables(environ, "srun", NAMES)
+        read = Variables(environ, "srun", self.names)
         size, num_nodes = read.integer("SLURM_STEP_NUM_TASKS"), read.integer("SLURM_STEP_NUM_NODES")
         node_rank = read.integer("SLURM_NODEID")
         job, step = read.integer("SLURM_JOB_ID"), read.integer("SLURM_STEP_ID")
-        at = Rendezvous(  # rank 0 serves the store on the first node of the step
-            address=environ.get("MASTER_ADDR") or _first_host(read, num_nodes),
-            port=read.port_of_job(job, step),
-            hosted=False,
-            attempt=read.integer("SLURM_RESTART_COUNT", 0),
-        )
+        address = environ.get("MASTER_ADDR") or _first_host(read, num_nodes)
+        at = read.served_by_rank_0(address, job, step=step, attempt=read.integer("SLURM_RESTART_COUNT", 0))
         rank, local_rank = read.integer("SLURM_PROCID"), read.integer("SLURM_LOCALID")
         local_size = _tasks_on_node(read, node_rank, num_nodes, size)
         return read.world(self.name, at, rank, size, local_rank, local_size, node_rank, num_nodes)

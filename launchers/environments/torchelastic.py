@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import final
 
-from fabric.launchers.environments.environment import Environment
-from fabric.launchers.environments.variables import Variables
+from fabric.launchers.environments.environment import Environment, Variables
 from fabric.launchers.world import Rendezvous, World
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
 @final
@@ -17,13 +16,14 @@ class TorchElasticEnvironment(Environment):
     """`torchrun script.py`, also inside a SLURM job."""
 
     name = "torchelastic"
+    names = PLACE
     looked_for = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, or by hand)"
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return "TORCHELASTIC_RUN_ID" in environ
 
     def world(self, environ: Mapping[str, str]) -> World:
-        return world_of(Variables(environ, "torchrun", NAMES), self.name)
+        return world_of(Variables(environ, "torchrun", self.names), self.name)
 
 
 def world_of(read: Variables, launcher: str) -> World:
@@ -34,4 +34,4 @@ def world_of(read: Variables, launcher: str) -> World:
         hosted=read.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         attempt=read.integer("TORCHELASTIC_RESTART_COUNT", 0),
     )
-    return read.world(launcher, at, *map(read.integer, NAMES))
+    return read.world(launcher, at, *map(read.integer, PLACE))

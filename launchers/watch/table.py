@@ -1,13 +1,78 @@
-"""The table that is printed for a hang: which ranks wait, in which call, for how long, and what others do."""
+"""What each rank is doing at this moment, and the table of it that is printed for a hang: which ranks wait, in which
+call, for how long, and what others do. An `Activity` is sent to the rank that prints.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
 
-from fabric.launchers.watch.activity import CALLS, ELSEWHERE, GRADIENTS, WORLD, Activity, Call
+Kind: TypeAlias = Literal["collective", "loader", "python", "silent", "gone"]
 
+WORLD = "of all ranks"
+"""How the process group of all ranks is named here."""
+GRADIENTS = "gradients"
+CALLS = "calls of fabric"
+"""The descriptions of others of all ranks, see `process_group.py`."""
+ELSEWHERE = "and Python is at "
+"""In `Activity.words` if the call goes on in the background."""
 GONE = "A collective of all ranks waits for a rank that has ended or cannot be reached, and will never complete."
 DIVERGED = "The ranks did not make the same call, and would wait for each other forever."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One collective that a rank has started."""
+
+    group: str
+    """The name of the process group, the same on all of its ranks."""
+    number: int
+    """The number of the call within that group, from 1. The backend matches calls by it."""
+    operation: str
+    """`all_reduce of float32 (20,)`."""
+    where: str
+    """The user's line: `train.py:12 in main`."""
+    started_ns: int
+    """`time.time_ns` of the rank's node."""
+    timeout_seconds: float = 0.0
+    """The timeout of the group; 0: unknown."""
+    pending: bool = False
+    is_on_device: bool = False
+    """Whether an accelerator runs it: its timeout raises nothing in the thread that has made it."""
+
+    def seconds(self, now_ns: int) -> float:
+        """How long ago it was started."""
+        return max(0.0, (now_ns - self.started_ns) / 1e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What one rank is doing."""
+
+    rank: int
+    kind: Kind
+    words: str
+    """Describes the activity, without rank, line and time."""
+    where: str = ""
+    """The user's line that made the collective, or at which the rank's Python is; empty if it is unknown."""
+    progress: str = ""
+    """How far the rank's loop is: `after 6 steps`."""
+    seconds: float | None = None
+    """Duration of the collective, or the time since the last one; None: unknown."""
+    calls: tuple[Call, ...] = ()
+    """The last collectives that are recorded, oldest first."""
+
+    def to_bytes(self) -> bytes:
+        """Serialize."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Activity:
+        """Deserialize. Raises ValueError, TypeError or KeyError if the bytes are something else."""
+        fields: Mapping[str, Any] = json.loads(content)
+        return cls(**{**fields, "calls": tuple(Call(**call) for call in fields["calls"])})
 
 
 def who_waits(activities: Sequence[Activity]) -> str:

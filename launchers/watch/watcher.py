@@ -38,9 +38,18 @@ from fabric.launchers.process.network import own_address
 from fabric.launchers.process.reports import failure_of
 from fabric.launchers.process.stack import frames_of, is_within, users_line
 from fabric.launchers.rank.rank import own_supervisor
-from fabric.launchers.watch.activity import ELSEWHERE, Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, Silence, ask_all
-from fabric.launchers.watch.table import DIVERGED, first_difference, waiting_calls, who_waits, why_none_goes_on
+from fabric.launchers.watch.table import (
+    DIVERGED,
+    ELSEWHERE,
+    Activity,
+    Call,
+    Kind,
+    first_difference,
+    waiting_calls,
+    who_waits,
+    why_none_goes_on,
+)
 from fabric.launchers.world import World
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fabric.launchers.watch.activity import CALLS, GRADIENTS
+from fabric.launchers.watch.table import CALLS, GRADIENTS
 from fabric.strategies.collectives.call_check import difference, hash_of, is_comparing, is_in_a_started_thread
 from fabric.strategies.collectives.process_group import TorchCollective, sum_message
 

@@ -15,7 +15,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 
 from fabric.launchers.process.stack import frames_of, is_within, users_line
-from fabric.launchers.watch.activity import WORLD, Call
+from fabric.launchers.watch.table import WORLD, Call
 
 _DUMPS: list[Callable[..., bytes]] = [
     getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if name in dir(c10d)

@@ -40,7 +40,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from fabric.launchers.environments.defaults import default
 from fabric.launchers.process.network import require_interfaces
 from fabric.launchers.rendezvous.join import join
-from fabric.launchers.watch.activity import CALLS, GRADIENTS
+from fabric.launchers.watch.table import CALLS, GRADIENTS
 from fabric.launchers.world import World
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import (

@@ -14,11 +14,15 @@ import pytest
 
 import fabric.fabric
 from fabric.launchers.process.stack import users_line
-from fabric.launchers.watch.activity import GRADIENTS, WORLD, Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, ask_all
 from fabric.launchers.watch.table import (
     DIVERGED,
     GONE,
+    GRADIENTS,
+    WORLD,
+    Activity,
+    Call,
+    Kind,
     first_difference,
     ranks_in_words,
     waiting_calls,

@@ -48,7 +48,8 @@ def test_the_world_of_torchrun_is_detected_with_its_variables() -> None:
     assert machine.world is not None
     assert (machine.world.rank, machine.world.size, machine.world.num_nodes) == (1, 4, 2)
     assert machine.world.launcher == "torchelastic"
-    assert machine.variables == ("RANK=1", "WORLD_SIZE=4", "LOCAL_RANK=1", "LOCAL_WORLD_SIZE=2")
+    place = "RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=2"
+    assert " ".join(machine.variables) == place
 
 
 def test_only_the_users_cluster_environment_is_asked() -> None:

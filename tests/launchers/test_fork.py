@@ -17,9 +17,9 @@ def compute():
     ((x @ x) + torch.randn(800, 800)).sum().backward()
     torch.randn(4_000_000).add_(1).sum()
 
-from fabric.launchers.rank.fork_safety import fork_is_safe
+from fabric.launchers.fork import why_fork_is_unsafe
 {before}
-reason = fork_is_safe()
+reason = why_fork_is_unsafe()
 if reason is not None:
     sys.stdout.write(reason)
     sys.stdout.flush()
@@ -95,12 +95,12 @@ def test_devices_that_are_not_there_are_not_lost_in_a_fork() -> None:
 
 JOINED = """
 import threading
-from fabric.launchers.rank.fork_safety import fork_is_safe
+from fabric.launchers.fork import why_fork_is_unsafe
 for _ in range(2000):
     thread = threading.Thread(target=lambda: None)
     thread.start()
     thread.join()
-    reason = fork_is_safe()
+    reason = why_fork_is_unsafe()
     assert reason is None, reason
 """
 
@@ -115,15 +115,15 @@ def test_a_thread_that_was_joined_is_gone() -> None:
 
 AFTER_A_FORK = """
 import os, numpy, torch
-from fabric.launchers.rank.fork_safety import fork_is_safe
-assert fork_is_safe() is None, fork_is_safe()
+from fabric.launchers.fork import why_fork_is_unsafe
+assert why_fork_is_unsafe() is None, why_fork_is_unsafe()
 pid = os.fork()
 if pid == 0:
     os._exit(0)
 os.waitpid(pid, 0)
-assert fork_is_safe() is None, fork_is_safe()
+assert why_fork_is_unsafe() is None, why_fork_is_unsafe()
 (torch.randn(4_000_000) + 1).sum()
-print(fork_is_safe())
+print(why_fork_is_unsafe())
 """
 
 
