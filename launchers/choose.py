@@ -1,12 +1,10 @@
 """Chooses a launcher at `launch()`: only then is it known what the process has done.
 
 `auto` sends a function to new processes, with its arguments, by `pickle` or `cloudpickle`; changes that the program has
-made to modules are not there. Always, although a fork would have them: whether a fork is safe depends on the threads
-that torch has started, and so on the number of cores. Without a function each rank continues at the line of `launch()`,
-forked if that is safe, and otherwise by running the script up to there.
+made to modules are not there. It does so even where a fork would have these changes, because whether a fork is safe
+depends on the threads that torch has started, and so on the number of cores. Without a function each rank continues at
+the line of `launch()`: as a fork if that is safe, and otherwise by running the script up to that line.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 from fabric.launchers.external import External, inline
 from fabric.launchers.fork import Fork, why_fork_is_unsafe
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.process.program import imported_script, this_program, who_goes_on
+from fabric.launchers.process.program import caller_that_continues, imported_script, this_program
 from fabric.launchers.processes import Processes, forkserver
 from fabric.launchers.registry import launcher_row
 from fabric.launchers.script import Script
@@ -33,7 +31,7 @@ def choose_launcher(
     """The launcher of a name; for `auto` one that works in this process.
 
     `world`: the place of this process, if an external launcher or an earlier launch has made it a rank. `max_restarts`:
-    how often `elastic` starts all ranks again. `device_type`: what ranks use; None: any that there is.
+    how often `elastic` starts all ranks again. `device_type`: the type of device that ranks use; None: any type.
     Raises: ValueError: no launcher has this name, or it does not work here.
     """
     file = imported_script()
@@ -48,7 +46,7 @@ def choose_launcher(
     row = None if word == "auto" else launcher_row(word)
     if topology.size == 1 and not topology.redirects_output and word != "elastic":
         return inline(topology)
-    if function is None and not (row and row.needs_function) and (caller := who_goes_on()):
+    if function is None and not (row and row.needs_function) and (caller := caller_that_continues()):
         raise ValueError(
             f"`launch()` in {caller}: every rank would run all that comes after it in {caller}, and this process would "
             "end. Pass what they do as a function: `launch(function)`."
@@ -62,7 +60,7 @@ def choose_launcher(
     if function is not None and word == "auto":
         return forkserver(topology, is_chosen=True)
     program = this_program()
-    # Ranks on the CPU use a device where they pin memory, so that where another launcher works nothing may be lost.
+    # Ranks on the CPU use a device when they pin memory: where another launcher works, a fork may not lose any device.
     unsafe = why_fork_is_unsafe(None if word == "auto" and program.can_run_again else device_type)
     if unsafe is None:
         return Fork(topology)

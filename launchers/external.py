@@ -2,8 +2,6 @@
 one. Starts nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 

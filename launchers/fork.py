@@ -9,7 +9,7 @@ before a fork and starts them again afterwards.
 What was open before the fork belongs to the launching process, which waits for its ranks and then ends:
 
 - functions of `atexit` and the end of a `with` block around `launch()` run there, once, after all ranks have ended; a
-  rank runs those that it has registered itself;
+  rank runs the functions that it has registered itself;
 - buffers of open files, of log handlers and of C's streams are flushed before the fork;
 - a `TemporaryDirectory` or `NamedTemporaryFile` is deleted there; a rank's copy deletes nothing, unless the rank calls
   `cleanup()` or leaves its `with` block; other finalizers (`weakref.finalize`) run there alone, too;
@@ -23,8 +23,6 @@ The following cannot be separated after a fork; open it after `launch()`:
 - connections: sockets, HTTP sessions, SQLite and other databases;
 - exit functions and finalizers that a rank needs of a library imported before (coverage measurement).
 """
-
-from __future__ import annotations
 
 import contextlib
 import gc
@@ -53,10 +51,10 @@ from fabric.launchers.world import World
 R = TypeVar("R")
 
 NOTEBOOK = ("ipykernel", "IPython", "zmq", "tornado")
-"""Packages of which a notebook's kernel always runs threads. A rank uses none of them."""
+"""Packages whose threads run in every notebook kernel. A rank uses none of these packages."""
 SAFE_THREADS = ("ZMQbg", "jemalloc_bg_thd")
 """Names of native threads that are safe to fork: a notebook's message queue, and the one in which jemalloc frees
-memory. `import pyarrow` starts that one (so does Hugging Face's datasets), and jemalloc prepares for forks."""
+memory. `import pyarrow` starts jemalloc's (so does Hugging Face's datasets), and jemalloc prepares for forks."""
 ENDING_S = 0.25
 """Seconds for which a thread may still be listed after it was joined: `join` returns before the kernel removes it."""
 
@@ -151,11 +149,11 @@ def _is_of_a_notebook(thread: threading.Thread) -> bool:
 def _lost_in_a_fork(device_type: str | None) -> str | None:
     """The accelerator that ranks on this type of device could not use in a fork. Initialises and imports nothing.
 
-    Only a fork knows: a query, such as `torch.cuda.is_available()`, initialises the driver, but `is_initialized` is
+    Only a fork tells: a query, such as `torch.cuda.is_available()`, initialises the driver, but `is_initialized` is
     False after it. In a fork torch notes this for `_is_in_bad_fork`, which is documented for the module of a device
     that another package adds (`torch.utils.rename_privateuse1_backend`). Torch notes it on machines without a device,
     too, and for its own query of a CUDA build where there is no driver: no rank can lose a device that is not there.
-    OpenBLAS has ended its threads afterwards.
+    The fork also makes OpenBLAS end its threads.
     """
     torch: Any = sys.modules.get("torch")
     accelerator = torch and torch.accelerator.current_accelerator(check_available=False)
@@ -173,14 +171,14 @@ def _lost_in_a_fork(device_type: str | None) -> str | None:
 
 
 def fork() -> int:
-    """`os.fork`, without Python's warning of threads: since 3.12 of each, also those of OpenBLAS, which are safe."""
+    """`os.fork` without Python's warning about threads, which since 3.12 counts OpenBLAS's safe threads, too."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
         return os.fork()
 
 
 def _native_threads() -> int:
-    """The number of threads that are not Python's, without those that are safe to fork, and those that are ending."""
+    """The number of native threads, without threads that are safe to fork or that are ending."""
     deadline = time.monotonic() + ENDING_S
     while True:
         names = []

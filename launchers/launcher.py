@@ -4,8 +4,6 @@ Callers never ask which launcher they have. `launch` runs a function on every ra
 code that follows the call. A launcher that supports only one of them raises, and names one that supports the other.
 """
 
-from __future__ import annotations
-
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,7 +18,7 @@ R = TypeVar("R")
 class WorkerError(RuntimeError):
     """A rank raised, died, or exited without a result; the message ends with that rank's own traceback.
 
-    `rank` is the one that failed first. It exited with `exit_code`, or was killed by `signal`. `cause` and `__cause__`
+    `rank` is the rank that failed first. It exited with `exit_code`, or was killed by `signal`. `cause` and `__cause__`
     are the exception that it raised, an instance of the same class; None if it raised none, or one that cannot be
     pickled. Code that expects an exception of the function, such as optuna's `TrialPruned`, gets it by
 

@@ -6,8 +6,6 @@ One file per library lists the names, each with the reason, and has the list che
 a source file uses a private name that is in none of the lists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from inspect import unwrap
 from pkgutil import resolve_name
@@ -18,7 +16,7 @@ Names: TypeAlias = Mapping[str, Mapping[str, str]]
 """Per owner, `module` or `module:Class`: names separated by blanks, `a|b` for either of two, and why they are used."""
 
 TESTED_TORCH = "2.9 to 2.14"
-"""The last one is the newest that the tests have seen; a run of them with a newer one says so."""
+"""The last version is the newest that the tests have seen; a test run over a newer one says so."""
 
 
 def require(library: str, tested: str, names: Names) -> None:

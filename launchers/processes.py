@@ -4,9 +4,8 @@ Function, arguments and results are pickled, so that the state of this process (
 does not matter. Ranks start at the function; they cannot continue at the line of `launch()`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
@@ -23,25 +22,21 @@ R = TypeVar("R")
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class Processes(Launcher):
-    """Ranks that start at a function. `start(world, task)` starts one of them; all start once more after a failure, up
-    to `max_restarts` times. `is_chosen`: by fabric, and not by the user."""
+    """Ranks that start at a function."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        word: Literal["spawn", "forkserver", "elastic"],
-        start: Callable[[World, CallFunction], Child],
-        max_restarts: int = 0,
-        *,
-        is_chosen: bool = False,
-    ) -> None:
-        self.topology, self.word, self.start, self.max_restarts = topology, word, start, max_restarts
-        self.is_chosen = is_chosen
+    topology: Topology
+    word: Literal["spawn", "forkserver", "elastic"]
+    start: Callable[[World, CallFunction], Child]
+    """Starts the process of one rank."""
+    max_restarts: int = 0
+    """How often all ranks start again after a failure."""
+    is_chosen: bool = False
+    """Whether fabric has chosen this launcher, and not the user."""
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
-        result: R = self._results(False, worker, args)[0]
-        return result
+        return self._results(False, worker, args)[0]
 
     def launch_all(self, worker: Callable[..., R], *args: Any) -> list[R]:
         """As `launch`, but returns the results of all ranks of this node, in rank order."""

@@ -4,8 +4,6 @@ Works if there is a file to run, and does not depend on the state of this proces
 With a function, each rank runs the script up to `launch`, runs the function there, and exits.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -29,8 +27,9 @@ R = TypeVar("R")
 BOOT = str(Path(__file__).parent / "rank" / "boot.py")
 
 # Note [The script's first launch]
-# A rank that runs the script again takes the first `launch(function)` that it reaches for its own. A second one of the
-# same process would therefore run the first function. Which launch this is belongs to the process, not to an object.
+# A rank that runs the script again runs the function of the first `launch(function)` that it reaches. The ranks of a
+# second launch would therefore run the first function. Whether there was a launch belongs to the process, not to an
+# object.
 _launched: list[str] = []
 
 

@@ -3,8 +3,6 @@
 A `World` is created by a launcher, or read from the environment variables of an external launcher, and never changes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

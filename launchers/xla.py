@@ -5,8 +5,6 @@ ours supervise them: the first failure ends the others, and nothing outlives the
 `xla_internals.py` alone know torch_xla here, and import it in the ranks: importing it patches torch.
 """
 
-from __future__ import annotations
-
 import pickle
 import sys
 import threading

@@ -3,8 +3,6 @@
 Imports torch_xla: import it within a function, in a rank alone.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch_xla

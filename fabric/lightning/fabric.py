@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.fabric import Fabric as CoreFabric
-from fabric.launchers.process.program import who_goes_on
+from fabric.launchers.process.program import caller_that_continues
 from fabric.launchers.registry import LAUNCHERS
 from fabric.lightning.accelerators import Accelerator, accelerator_of
 from fabric.lightning.connector import core_arguments, reduction
@@ -411,7 +411,7 @@ class Fabric:
         if chosen.topology.size == 1 or chosen.world is not None:
             return False
         needs_function = chosen.launcher in LAUNCHERS and LAUNCHERS[chosen.launcher].needs_function
-        return who_goes_on() is not None or needs_function or "script" not in chosen.strategy.launchers
+        return caller_that_continues() is not None or needs_function or "script" not in chosen.strategy.launchers
 
     def _watch(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:

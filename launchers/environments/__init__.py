@@ -4,8 +4,6 @@ The order is from the innermost launcher to the outermost: a rank of fabric may 
 inside a SLURM job, and the ranks of all have the plain variables that `local` reads.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

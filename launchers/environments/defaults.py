@@ -1,7 +1,5 @@
 """Environment variables that are set for a while: libraries read them when they start."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

@@ -3,8 +3,6 @@
 An environment says whether this process is one of its ranks, and which one.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Horovod reads its variables from the environment when it starts, so they are set
 Source: horovod 0.28.1, runner/gloo_run.py, common/gloo/gloo_context.cc.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -39,8 +37,8 @@ class HorovodEnvironment(Environment):
         num_nodes = read.integer("HOROVOD_CROSS_SIZE")
         if num_nodes * read.integer("HOROVOD_LOCAL_SIZE") != read.integer("HOROVOD_SIZE"):
             raise ValueError(
-                f"{read.show()}: nodes have different numbers of ranks, so these do not tell which node this is. Give "
-                "every host the same number of slots."
+                f"{read.show()}: nodes have different numbers of ranks, so these variables do not tell the node of this "
+                "rank. Give every host the same number of slots."
             )
         return read.world(self.name, _rendezvous(read, num_nodes), *map(read.integer, self.names))
 

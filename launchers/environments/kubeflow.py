@@ -6,8 +6,6 @@ Written after the operator's sources; it has not run on a real cluster yet.
 Source: kubeflow/training-operator, pkg/controller.v1/pytorch/envvar.go.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import final
 

@@ -1,7 +1,5 @@
 """Ranks set by hand, in the variables RANK, WORLD_SIZE, ..., if no launcher is detected."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import final
 

@@ -5,8 +5,6 @@ script runs but no rank. Written after IBM's manuals; it has not run on a real c
 Source: IBM Spectrum LSF, "LSB_DJOB_RANKFILE"; IBM Job Step Manager, "Environment variables available to tasks".
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping
 from pathlib import Path

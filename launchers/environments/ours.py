@@ -1,7 +1,5 @@
 """Ranks that a launcher of fabric started. They have torchrun's variables, so that other tools recognise them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import final
 

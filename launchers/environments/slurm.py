@@ -4,8 +4,6 @@ An interactive shell of SLURM is no rank, although it has the variables of one. 
 them: `srun bash train.sh` and `salloc` followed by `srun` have the name of a shell.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import final

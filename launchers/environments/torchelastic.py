@@ -1,7 +1,5 @@
 """Ranks of torchrun: its agent has chosen the ranks, and serves the store."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import final
 

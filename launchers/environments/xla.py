@@ -1,7 +1,5 @@
 """The variables of PJRT, through which torch_xla uses its devices, and of the ranks that it started."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ class PJRT:
     """The number of devices of the CPU client."""
 
     @classmethod
-    def of(cls, environ: Mapping[str, str] | None = None) -> PJRT:
+    def of(cls, environ: Mapping[str, str] | None = None) -> "PJRT":
         """From these variables, or from those of this process."""
         environ = os.environ if environ is None else environ
         return cls(environ.get("PJRT_DEVICE"), Variables(environ, "PJRT's user", ()).integer("CPU_NUM_DEVICES", 1))

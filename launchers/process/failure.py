@@ -1,7 +1,5 @@
 """The error message of a failed launch: one line per other rank, then the rank that failed first with its traceback."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket
@@ -71,7 +69,7 @@ def to_other_nodes(root: Failure) -> str:
 
 
 def of_another_node(words: str, at_ns: int) -> Failure:
-    """What `to_other_nodes` gave there. `at_ns`: on the clock of this node."""
+    """The failure that `to_other_nodes` put into words on another node. `at_ns`: on the clock of this node."""
     return Failure(**json.loads(words), at_ns=at_ns)
 
 

@@ -4,8 +4,6 @@ The private names are checked at import. None has a public counterpart: Python o
 exit code after its exit functions but before its destructors. `multiprocessing` uses the same names.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -98,8 +96,8 @@ def flush(files: Iterable[Any]) -> None:
 
 
 def disown(files: list[Any]) -> None:
-    """In a forked process: let nothing of what its parent had open be written, run or deleted here, unless this process
-    asks for it."""
+    """In a forked process: nothing that its parent had open is written, run or deleted, unless this process asks for
+    it."""
     gc.freeze()  # looking at an object copies its memory: `close_files` looks at later ones
     _inherited[:] = files
     forget_parent()

@@ -4,8 +4,6 @@ By default, gloo resolves the machine's own name, which on laptops and in contai
 that other nodes cannot reach.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 import sys

@@ -1,7 +1,5 @@
 """Process control that only some operating systems have, each with its substitute elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -5,8 +5,6 @@ lambda, a closure, or a function or class of a notebook is its code and the glob
 reads both.
 """
 
-from __future__ import annotations
-
 import io
 import marshal
 import pickle

@@ -1,7 +1,5 @@
 """The user's program: how it was started, how to run it again, and how to import what is defined in it."""
 
-from __future__ import annotations
-
 import builtins
 import multiprocessing
 import os
@@ -24,9 +22,9 @@ except FileNotFoundError:  # it was deleted
     STARTED_IN = os.sep
 """The working directory when this package was imported: paths of the command line are relative to it."""
 NUM_THREADS: int = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 0
-"""Torch's number of threads then; 0: torch was not imported."""
+"""Torch's number of threads at that import; 0: torch was not imported yet."""
 _CALLERS = ("_pytest.", "unittest.", "doctest.", "concurrent.futures.", "multiprocessing.pool.")
-"""Modules, and packages, that call a function of the program and go on after it."""
+"""Modules and packages that call a function of the program and continue after it."""
 _WITH_VALUE = re.compile(r"-([^-cmWX]*)([cmWX])(.*)", re.DOTALL)
 """An option with a value, after others without one: `-um package`, `-Wignore`."""
 
@@ -84,8 +82,8 @@ def imported_script() -> str | None:
     return next((code.co_filename for code in codes if code.co_name == "<module>"), None)
 
 
-def who_goes_on() -> str | None:
-    """What has called the program's lines and goes on after them, and would do so in every rank; None: nothing has."""
+def caller_that_continues() -> str | None:
+    """The caller of this code that continues after it, and would do so in every rank; None: there is no such caller."""
     if is_interactive():
         return "an interactive session"
     if threading.current_thread() is not threading.main_thread():

@@ -8,8 +8,6 @@ stacks of its threads to its stderr. Processes that the rank forks, such as data
 that is ending needs none of its workers, so the handler is removed before its last reports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os
@@ -64,7 +62,7 @@ class Failure:
     exit_code: int | None = None
     signal: int | None = None
     host: str = ""
-    """The rank's machine, if it is another one than this."""
+    """The rank's machine, if it is another machine than this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

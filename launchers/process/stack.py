@@ -1,7 +1,5 @@
 """Finds the user's line in a stack: the innermost frame outside of torch, backends, the standard library and fabric."""
 
-from __future__ import annotations
-
 import os
 import sys
 import sysconfig
@@ -16,20 +14,22 @@ _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _LAUNCHERS = Path(__file__).parents[1]
 _PACKAGE = Path(sys.modules[__name__.partition(".")[0]].__file__ or "").parent
 OURS = tuple(f"{folder}{os.sep}" for folder in (_LAUNCHERS, _LAUNCHERS.with_name("strategies"), _PACKAGE))
-"""The folders of this package, which lie side by side where it is developed, and within the last one in a wheel."""
+"""The folders of this package: siblings in the repository, and in a wheel two of them within the third."""
 END = "the end of the program"
 """The line of a rank that closes its fabric."""
 FORWARD = "forward of a module"
-"""What a line calls whose collectives the module's hooks make, such as a broadcast of its buffers."""
+"""Stands before a line whose collectives are made by a module's hooks, such as a broadcast of its buffers."""
 _CONTEXTS = (f"{os.sep}loop{os.sep}gathered.py", f"{os.sep}collectives{os.sep}rank_zero_first.py")
-"""Each has the generator of the context manager that a method of `Fabric` of the same name returns."""
+"""Files with the generator of a context manager that the method of `Fabric` of the same name returns."""
 _FABRIC = str(_PACKAGE / "fabric.py"), str(_PACKAGE / "lightning" / "fabric.py")
 
 
 def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
-    """`train.py:12 in main` for frames (file, line, function), innermost first, and before it what this line calls: a
-    method of `Fabric`, `fabric.save, train.py:12 in main`, or a module. The outermost one if none is the user's; empty
-    without frames."""
+    """The user's line among frames (file, line, function), innermost first: `train.py:12 in main`.
+
+    What this line calls stands before it, if that is a method of `Fabric` or a module: `fabric.save, train.py:12 in
+    main`. If no frame is the user's, it is the line of the outermost frame; empty without frames.
+    """
     last: tuple[str, int, str] | None = None
     libraries, method, is_end = _folders(), "", False
     for last in frames:

@@ -3,8 +3,6 @@
 It imports nothing of the package before it has read the user's import path, which is part of the task.
 """
 
-from __future__ import annotations
-
 import pickle
 import sys
 

@@ -5,8 +5,6 @@ A process becomes a rank once, and has one supervisor until it ends. Their state
 an object, because the user's script, which has no access to either, runs in between.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os
@@ -51,7 +49,7 @@ def saving() -> Iterator[None]:
 def take_awaited() -> Reporter | None:
     """The supervisor that waits for the result of this process's first `launch(function)`; None from the second on.
 
-    Only if every rank runs the script again, and has to reach that line by itself.
+    Only ranks that run the script again are waited for in this way: each has to reach that line by itself.
     """
     return _awaited.pop() if _awaited and _awaited[-1].is_own else None
 
@@ -92,7 +90,7 @@ def _write_whole_lines() -> None:
 
 
 def _tell_the_end(reporter: Reporter, before: BaseException | None) -> None:
-    """Report the exception that ended the interpreter, if no hook has, or that it ended without one."""
+    """Report the exception that ended the interpreter, unless a hook has, or that the program ended without one."""
     if reporter.has_told_the_end:
         return
     error: BaseException | None = vars(sys).get("last_value")
@@ -113,7 +111,10 @@ def rank_environ(world: World, environ: dict[str, str]) -> dict[str, str]:
 
 
 def run_and_end(reporter: Reporter, everyone: bool, worker: Callable[..., Any], world: World, *args: Any) -> NoReturn:
-    """Run the function as this rank, report its result, and end the process. `everyone`: not only the first rank's."""
+    """Run the function as this rank, report its result, and end the process.
+
+    `everyone`: every rank of this node reports its result, not only the first.
+    """
 
     def report() -> None:
         result = worker(world, *args)

@@ -3,8 +3,6 @@
 A fork has all of it, and a rank that runs the script again sets it itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import linecache
 import sys
@@ -33,7 +31,7 @@ FUNCTIONS = {
     "torch.cuda:set_rng_state_all": "torch.cuda:get_rng_state_all",
     "torch.xpu:set_rng_state_all": "torch.xpu:get_rng_state_all",
 }
-"""Functions that set something, each with the one that reads it."""
+"""Functions that set something, each with the function that reads it."""
 FLAGS = (
     "torch.utils:deterministic.fill_uninitialized_memory",
     "torch.backends:mkldnn.enabled",
@@ -42,7 +40,7 @@ FLAGS = (
     *(f"torch.backends:{place}.fp32_precision" for place in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")),
     *(f"torch.backends:mkldnn.{operation}.fp32_precision" for operation in ("matmul", "conv", "rnn")),
 )
-"""Attributes, of which the functions above set some: they are set last."""
+"""Attributes. They are set last, because the functions above change some of them."""
 OF_DEVICES = ("torch.cuda", "torch.xpu")
 """Modules whose generators are initialised when they are read."""
 
@@ -58,7 +56,7 @@ def has_own_num_threads() -> bool:
 
 
 def read_settings() -> dict[str, Any]:
-    """What is set in this process, by the function or the attribute that sets it."""
+    """The settings of this process, by the function or the attribute that sets each."""
     found: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.9 warns where both of its names of one precision are read

@@ -4,8 +4,6 @@ A task is two pickles in an unnamed file: the import path, which needs only buil
 and not a pipe, so that a large argument never blocks the supervisor before all ranks are started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

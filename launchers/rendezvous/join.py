@@ -181,14 +181,14 @@ def call_roll(store: Store, world: World, patience: Patience) -> str:
 
 @functools.cache
 def _life_of(rank: int) -> str:
-    """A token for this rank of this process. By rank, because ranks may be threads, and two threads that call a cached
+    """Unique id of this rank of this process. By rank, because ranks may be threads, and two threads that call a cached
     function at the same time get two results."""
     return uuid.uuid4().hex
 
 
 @final
 class Patience:
-    """How one rank waits in one meeting, until `deadline`; `timeout_seconds`: of the whole meeting."""
+    """How one rank waits in one meeting, which lasts `timeout_seconds` at most."""
 
     def __init__(self, world: World, timeout_seconds: float, report: Callable[[str], None]) -> None:
         self._who, self._seconds, self._report = f"rank {world.rank} of {world.size}", timeout_seconds, report

@@ -85,9 +85,9 @@ class MeetingPoint:
             ) from error
 
     def first_failure(self, own: str = "", wait_seconds: float = 0.0) -> str:
-        """What a node has told of the rank that failed first; if none has, tell `own`. Without that, wait for others.
+        """The first failure that a node has published, in words. If no node has, publish `own`; without it, wait.
 
-        Empty: none has told anything.
+        Empty: no node has published a failure.
         """
         from torch.distributed import DistError
 

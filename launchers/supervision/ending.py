@@ -1,7 +1,5 @@
 """How the launching process ends after its ranks: with a result, an exception, an exit code or a signal."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

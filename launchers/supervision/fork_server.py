@@ -55,7 +55,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(server.fileno())], pass_fds=(server.fileno(),), start_new_session=True
             )
-        self._lock, self._owner = threading.Lock(), os.getpid()
+        self._owner = os.getpid()
         atexit.register(self.close)
 
     @property
@@ -71,12 +71,12 @@ class ForkServer:
         report_reader, report_writer = os.pipe()
         status_reader, status_writer = os.pipe()
         request = pickle.dumps((sys.path, preload))
-        with tasks.write(world, task) as file, self._lock:
+        with tasks.write(world, task) as file:
             socket.send_fds(self._socket, [request], [file.fileno(), report_writer, status_writer, 0, 1, 2])
-            answer = self._socket.recv(NUMBER.size)
         os.close(report_writer)
         os.close(status_writer)
-        if not answer:
+        pid = os.read(status_reader, NUMBER.size)
+        if not pid:
             raise RuntimeError(
                 f"The fork server ended with exit code {self._process.wait()} while it imported {', '.join(preload)}. "
                 "Its output is on stderr; `launcher='spawn'` does not need it."
@@ -87,9 +87,8 @@ class ForkServer:
             # No status: the server died, and its ranks with it.
             return int(NUMBER.unpack(status)[0]) if status else -signal.SIGKILL
 
-        return Child(
-            rank=world.rank, pid=NUMBER.unpack(answer)[0], exit_fd=status_reader, reap=reap, report_fd=report_reader
-        )
+        number = NUMBER.unpack(pid)[0]
+        return Child(rank=world.rank, pid=number, exit_fd=status_reader, reap=reap, report_fd=report_reader)
 
     def close(self) -> None:
         """End the server, and its ranks with it."""
@@ -108,7 +107,7 @@ class Server:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._exits: dict[int, tuple[int, int]] = {}
-        """For each descriptor that tells the end of a rank: its process id, and where to write its exit code."""
+        """For each descriptor that tells the end of a rank: its process id, and the pipe for its exit code."""
         self._imported = set[str]()
 
     def serve(self) -> NoReturn:
@@ -142,7 +141,7 @@ class Server:
         self._exits[ended] = pid, status_fd
         for fd in (task_fd, report_fd, *streams):
             os.close(fd)
-        self._connection.send(NUMBER.pack(pid))
+        os.write(status_fd, NUMBER.pack(pid))
         return ended
 
     def _import(self, names: tuple[str, ...]) -> None:

@@ -7,8 +7,6 @@ parent-death signal is faster, but reaches neither those workers nor ranks that 
 Runs as a script too, without `site` and without this package: 10 ms, beside the launch and not before it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -5,8 +5,6 @@ has a pipe in place of each of the two, which the supervisor reads: what a rank,
 wrote before it died is in its file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -36,7 +34,7 @@ class Stream:
         os.set_blocking(reader, False)
 
     def copy(self) -> bool:
-        """Copy what the rank has written since the last call. Returns False once nothing more can come."""
+        """Copy what the rank has written since the last call. Returns False at the end of the pipe."""
         while True:
             try:
                 written = os.read(self.reader, READ_BYTES)

@@ -1,7 +1,5 @@
 """Signals received by the supervisor while ranks run: a list, and a descriptor that wakes its wait."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -4,8 +4,6 @@ Waits on descriptors, without polling: the exit of each rank, its reports, and s
 on how ranks were started or what they run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors
@@ -25,7 +23,7 @@ from fabric.launchers.process.os_process import kill_group, signal_rank
 from fabric.launchers.process.reports import Failure, Leaving, Result, Saving, read_reports
 from fabric.launchers.rendezvous.store_server import MeetingPoint
 from fabric.launchers.supervision.guardian import Guardian
-from fabric.launchers.supervision.output import Output
+from fabric.launchers.supervision.output import Output, Stream
 from fabric.launchers.supervision.signals import ENDING, Signals
 from fabric.launchers.watch.questions import Place, ask_all
 from fabric.launchers.world import World
@@ -53,7 +51,7 @@ TABLE_SECONDS = 4.0
 NUM_ASKED = 3
 """How many ranks are asked for it, one after the other, in case the first ones are stopped."""
 PATIENCE_SECONDS = 2.0
-"""After how long of that wait a message is printed."""
+"""How long after such a signal a message says which ranks are waited for."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,14 +89,14 @@ class Supervisor:
         self._running: dict[int, Child] = {}
         self._deadlines: list[tuple[float, Callable[[], None]]] = []
         self._stopping = False
-        """Set once ranks were signalled to end: what happens to them from then on is no failure of theirs."""
+        """Set once ranks were signalled to end: how a rank ends from then on is no failure of the rank."""
         self._last_save = float("-inf")
         """When a rank last began or ended a save."""
         self._abandoned = False
         self._num_handled = 0
         """How many of the received signals have been handled."""
 
-    def __enter__(self) -> Supervisor:
+    def __enter__(self) -> "Supervisor":
         self._output = Output(self.topology)
         self._point = MeetingPoint(self.topology)
         self._guardian = Guardian(self.signals.guardian_fd)
@@ -148,9 +146,7 @@ class Supervisor:
         self._selector.register(child.report_fd, selectors.EVENT_READ, partial(self._read_reports, child))
         self._selector.register(child.exit_fd, selectors.EVENT_READ, partial(self._on_exit, child))
         for stream in self._output.streams(child.rank):
-            self._selector.register(
-                stream.reader, selectors.EVENT_READ, partial(self._copy, stream.reader, stream.copy)
-            )
+            self._selector.register(stream.reader, selectors.EVENT_READ, partial(self._copy, stream))
 
     def wait(self) -> None:
         """Return once every rank has ended, and the results, failures and ended ranks are known."""
@@ -212,10 +208,10 @@ class Supervisor:
                 case _:
                     say(str(report))
 
-    def _copy(self, reader: int, copy: Callable[[], bool]) -> None:
+    def _copy(self, stream: Stream) -> None:
         """Copy what a rank has printed; at end of file stop watching the pipe."""
-        if not copy():
-            self._ignore(reader)
+        if not stream.copy():
+            self._ignore(stream.reader)
 
     def _on_exit(self, child: Child) -> None:
         """Handle the end of a rank: read its last reports, end the processes it left, and take its exit code."""
@@ -250,7 +246,7 @@ class Supervisor:
         return failure.departure(child.rank, at_ns, how)
 
     def _fail(self, report: Failure, *, by_itself: bool = False) -> None:
-        """Record a failure. The first one ends the other ranks. `by_itself`: the rank was ending already."""
+        """Record a failure. The first failure ends the other ranks. `by_itself`: the rank was ending already."""
         is_ended = self._stopping and not self.signals.received and not by_itself
         if is_ended or any(known.rank == report.rank for known in self.failures):
             return
@@ -306,12 +302,12 @@ class Supervisor:
                 self._kill()
                 continue
             if number in ENDING:
-                self._say_who_waits()  # before ranks are signalled, while each is still at its line
+                self._print_table()  # before ranks are signalled, while each is still at its line
             for child in self._running.values():
                 signal_rank(child.pid, number)
             if number in ENDING:
                 self._stopping = True
-                self._after(PATIENCE_SECONDS, partial(self._say_we_wait, number))
+                self._after(PATIENCE_SECONDS, partial(self._announce_grace, number))
                 grace = self.topology.stop_grace_seconds
                 self._after(GRACE_SECONDS if grace is None else grace, self._end_grace)
 
@@ -324,7 +320,7 @@ class Supervisor:
         else:
             self._kill()
 
-    def _say_we_wait(self, number: int) -> None:
+    def _announce_grace(self, number: int) -> None:
         grace = self.topology.stop_grace_seconds
         seconds = f"{GRACE_SECONDS:g} s to end, and longer for a save" if grace is None else f"{grace:g} s to end"
         say(
@@ -332,7 +328,7 @@ class Supervisor:
             f"{seconds}. Send it again to end them now."
         )
 
-    def _say_who_waits(self) -> None:
+    def _print_table(self) -> None:
         """Print the table of waiting ranks; nothing if no rank waits. One rank that answers creates it for all."""
         watchers = [child.watcher for child in self._running.values() if child.watcher is not None]
         for watcher in watchers[:NUM_ASKED]:

@@ -5,8 +5,6 @@ until the connection is closed. A process that is stopped, or whose GIL is held,
 does) and does not answer; one that has ended refuses it. Both tell the client something.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket
@@ -41,7 +39,7 @@ class Place:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Place:
+    def from_bytes(cls, content: bytes) -> "Place":
         """Deserialize."""
         return cls(**json.loads(content))
 

@@ -2,8 +2,6 @@
 call, for how long, and what others do. An `Activity` is sent to the rank that prints.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,10 +10,10 @@ from typing import Any, Literal, TypeAlias
 Kind: TypeAlias = Literal["collective", "loader", "python", "silent", "gone"]
 
 WORLD = "of all ranks"
-"""How the process group of all ranks is named here."""
+"""The name of the process group of all ranks."""
 GRADIENTS = "gradients"
 CALLS = "calls of fabric"
-"""The descriptions of others of all ranks, see `process_group.py`."""
+"""Descriptions of further process groups of all ranks, see `process_group.py`."""
 ELSEWHERE = "and Python is at "
 """In `Activity.words` if the call goes on in the background."""
 GONE = "A collective of all ranks waits for a rank that has ended or cannot be reached, and will never complete."
@@ -69,7 +67,7 @@ class Activity:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Activity:
+    def from_bytes(cls, content: bytes) -> "Activity":
         """Deserialize. Raises ValueError, TypeError or KeyError if the bytes are something else."""
         fields: Mapping[str, Any] = json.loads(content)
         return cls(**{**fields, "calls": tuple(Call(**call) for call in fields["calls"])})
@@ -114,8 +112,8 @@ def waiting_calls(activities: Sequence[Activity]) -> dict[int, Call]:
     return found
 
 
-def why_none_goes_on(activities: Sequence[Activity], before: Mapping[int, Call]) -> str:
-    """Why no rank ever continues; empty if one may. `before`: the calls in which they waited at an earlier table.
+def why_none_continues(activities: Sequence[Activity], before: Mapping[int, Call]) -> str:
+    """Why no rank can continue; empty if one may. `before`: the calls in which ranks waited at an earlier table.
 
     All ranks wait where they waited before, or are gone: have ended, or are on a machine that cannot be reached.
     """

@@ -48,7 +48,7 @@ from fabric.launchers.watch.table import (
     first_difference,
     waiting_calls,
     who_waits,
-    why_none_goes_on,
+    why_none_continues,
 )
 from fabric.launchers.world import World
 
@@ -261,7 +261,7 @@ class Watcher:
                     self._supervisor.send(words)
                 else:
                     print(words, file=sys.stderr, flush=True)
-            why = TIMED_OUT if question == "over" else why_none_goes_on(activities, self._waited_in)
+            why = TIMED_OUT if question == "over" else why_none_continues(activities, self._waited_in)
             self._waited_in = waiting_calls(activities)
             if why:
                 difference, table = first_difference(activities), who_waits(activities)

@@ -27,7 +27,7 @@ from fabric.launchers.watch.table import (
     ranks_in_words,
     waiting_calls,
     who_waits,
-    why_none_goes_on,
+    why_none_continues,
 )
 
 
@@ -82,7 +82,7 @@ def test_ranks_that_wait_in_different_calls_are_said_to() -> None:
 
 def stuck(*activities: Activity) -> str:
     """Why none goes on if two tables in a row show this."""
-    return why_none_goes_on(activities, waiting_calls(activities))
+    return why_none_continues(activities, waiting_calls(activities))
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_ranks_that_stay_in_different_calls_of_all_ranks_never_go_on(
 def test_a_rank_that_has_moved_since_the_last_table_goes_on() -> None:
     before = waiting_calls([waiting(0, "g2"), waiting(1, "w1")])
     now = [waiting(0, "g2"), waiting(1, "w2")]
-    assert why_none_goes_on(now, before) == why_none_goes_on(now, {}) == ""
-    assert why_none_goes_on(now, waiting_calls(now)) == DIVERGED
+    assert why_none_continues(now, before) == why_none_continues(now, {}) == ""
+    assert why_none_continues(now, waiting_calls(now)) == DIVERGED
 
 
 def test_a_rank_that_is_gone_is_waited_for_by_a_call_of_all_ranks_alone() -> None:
