@@ -37,8 +37,8 @@ class HorovodEnvironment(Environment):
         num_nodes = read.integer("HOROVOD_CROSS_SIZE")
         if num_nodes * read.integer("HOROVOD_LOCAL_SIZE") != read.integer("HOROVOD_SIZE"):
             raise ValueError(
-                f"{read.show()}: nodes have different numbers of ranks, so these variables do not tell the node of this "
-                "rank. Give every host the same number of slots."
+                f"{read.show()}: nodes have different numbers of ranks, so these variables do not tell the node of "
+                "this rank. Give every host the same number of slots."
             )
         return read.world(self.name, _rendezvous(read, num_nodes), *map(read.integer, self.names))
 

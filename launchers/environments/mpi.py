@@ -38,8 +38,8 @@ class MPIEnvironment(Environment):
         in_a_row = size % max(local_size, 1) == 0 and local_rank == rank % max(local_size, 1)
         if num_nodes > 1 and 0 <= rank < size and not in_a_row:
             raise ValueError(
-                f"{read.show()}: the node of this rank cannot be computed from these variables. Give every node the same "
-                "number of ranks, one after another: `mpirun --map-by slot` (Hydra: `-ppn`)."
+                f"{read.show()}: the node of this rank cannot be computed from these variables. Give every node the "
+                "same number of ranks, one after another: `mpirun --map-by slot` (Hydra: `-ppn`)."
             )
         at = _rendezvous(read, num_nodes) if size > 1 else None
         node_rank = rank // max(local_size, 1)

@@ -5,7 +5,7 @@ One class serves them all: torch offers `torch.accelerator` for the kind of devi
 
 Counting devices must not initialise one, because a process that then forks would give its children a broken driver. So
 `torch.cuda.is_available`, which may initialise CUDA, is never called here; `torch.cuda.device_count` asks NVML, and
-CUDA only where NVML does not answer, as on a machine without a driver: a fork loses nothing there (`launchers/fork.py`).
+CUDA only where NVML does not answer, as on a machine without a driver: a fork loses nothing there (`fork.py`).
 """
 
 from __future__ import annotations
