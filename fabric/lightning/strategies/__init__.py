@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from fabric import strategies as core_strategies
 from fabric.lightning.strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
 from fabric.lightning.strategies.fsdp import FSDPStrategy as FSDPStrategy
 from fabric.lightning.strategies.model_parallel import ModelParallelStrategy as ModelParallelStrategy
@@ -12,13 +13,6 @@ from fabric.lightning.strategies.strategy import ParallelStrategy as ParallelStr
 from fabric.lightning.strategies.strategy import Strategy as Strategy
 from fabric.lightning.strategies.strategy import process_options, refuse_unknown
 from fabric.lightning.unsupported import FABRIC_ARGUMENTS, refuse_arguments, unsupported
-from fabric.strategies.ddp.strategy import DDPStrategy as CoreDDP
-from fabric.strategies.dp import DataParallelStrategy as CoreDataParallel
-from fabric.strategies.single_device import SingleDeviceStrategy as CoreSingleDevice
-from fabric.strategies.strategy import Strategy as CoreStrategy
-from fabric.strategies.xla.fsdp import XLAFSDPStrategy as CoreXLAFSDP
-from fabric.strategies.xla.replicas import XLAStrategy as CoreXLA
-from fabric.strategies.xla.single_device import SingleDeviceXLAStrategy as CoreSingleXLA
 
 
 class SingleDeviceStrategy(Strategy):
@@ -29,7 +23,7 @@ class SingleDeviceStrategy(Strategy):
     ) -> None:
         device_instead = {"device": "Pass it to `Fabric`: `Fabric(accelerator='cuda', devices=[1])` for `cuda:1`."}
         refuse_arguments("SingleDeviceStrategy", locals(), {**FABRIC_ARGUMENTS, **device_instead})
-        self._core = CoreSingleDevice()
+        self._core = core_strategies.SingleDeviceStrategy()
 
 
 class DataParallelStrategy(ParallelStrategy):
@@ -39,7 +33,7 @@ class DataParallelStrategy(ParallelStrategy):
         self, accelerator: Any = None, parallel_devices: Any = None, checkpoint_io: Any = None, precision: Any = None
     ) -> None:
         refuse_arguments("DataParallelStrategy", locals(), FABRIC_ARGUMENTS)
-        self._core = CoreDataParallel()
+        self._core = core_strategies.DataParallelStrategy()
 
 
 class DDPStrategy(ParallelStrategy):
@@ -66,7 +60,7 @@ class DDPStrategy(ParallelStrategy):
         refuse_unknown("DDPStrategy", kwargs, _DDP_OPTIONS)
         if (megabytes := kwargs.pop("bucket_cap_mb", None)) is not None:
             options["bucket_bytes"] = int(megabytes * 2**20)
-        self._core = CoreDDP(**options, **kwargs)
+        self._core = core_strategies.DDPStrategy(**options, **kwargs)
 
 
 _DDP_OPTIONS = (
@@ -94,14 +88,14 @@ class XLAStrategy(ParallelStrategy):
             raise unsupported(
                 "XLAStrategy(sync_module_states=False)", "Leave it out: weights are always broadcast from rank 0."
             )
-        self._core = CoreXLA()
+        self._core = core_strategies.XLAStrategy()
 
 
 class SingleDeviceXLAStrategy(Strategy):
     """One process, one XLA device."""
 
     def __init__(self) -> None:
-        self._core = CoreSingleXLA()
+        self._core = core_strategies.SingleDeviceXLAStrategy()
 
 
 class XLAFSDPStrategy(ParallelStrategy):
@@ -111,7 +105,7 @@ class XLAFSDPStrategy(ParallelStrategy):
         for name, value in kwargs.items():
             if value is not None:
                 raise unsupported(f"XLAFSDPStrategy({name}={value!r})", "Leave it out: the compiler places the shards.")
-        self._core = CoreXLAFSDP()
+        self._core = core_strategies.XLAFSDPStrategy()
 
 
 _BY_CORE: dict[str, type[Strategy]] = {
@@ -131,6 +125,6 @@ _BY_CORE: dict[str, type[Strategy]] = {
 """Classes by the name of the core's class, which is the same."""
 
 
-def strategy_of(core: CoreStrategy) -> Strategy:
+def strategy_of(strategy: core_strategies.Strategy) -> Strategy:
     """The core's strategy as an instance of Lightning Fabric's class name; `Strategy` if it has none."""
-    return _BY_CORE.get(type(core).__name__, Strategy).holding(core)
+    return _BY_CORE.get(type(strategy).__name__, Strategy).holding(strategy)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from fabric import strategies as core_strategies
 from fabric.lightning.strategies.strategy import ParallelStrategy, process_options
 from fabric.lightning.unsupported import refuse_arguments, unsupported
 from fabric.strategies.deepspeed.config import read_config
-from fabric.strategies.deepspeed.strategy import DeepSpeedStrategy as CoreDeepSpeed
 
 _ZERO = (
     "allgather_bucket_size",
@@ -92,7 +92,7 @@ class DeepSpeedStrategy(ParallelStrategy):
                 "Write it into DeepSpeed's dictionary: `config={'zero_optimization': {'offload_optimizer': {'device': "
                 "'cpu', 'pin_memory': True}}}`.",
             )
-        self._core = CoreDeepSpeed(
+        self._core = core_strategies.DeepSpeedStrategy(
             **options,
             stage=stage,
             offload_optimizer=offload_optimizer,

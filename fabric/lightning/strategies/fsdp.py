@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from fabric import strategies as core_strategies
 from fabric.lightning.strategies.strategy import ParallelStrategy, process_options, refuse_unknown
 from fabric.lightning.unsupported import unsupported
-from fabric.strategies.fsdp.strategy import FSDPStrategy as CoreFSDP
 
 
 class FSDPStrategy(ParallelStrategy):
@@ -51,7 +51,7 @@ class FSDPStrategy(ParallelStrategy):
             raise ValueError(f"`FSDPStrategy(state_dict_type={state_dict_type!r})`: write 'full', or 'sharded'.")
         self.saves_shards = state_dict_type == "sharded"
         _check_options(kwargs)
-        self._core = CoreFSDP(
+        self._core = core_strategies.FSDPStrategy(
             **options,
             **_sharding(sharding_strategy, device_mesh),
             auto_wrap_policy=auto_wrap_policy,

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import nn
 
+from fabric import strategies as core_strategies
 from fabric.lightning.strategies.strategy import ParallelStrategy, process_options
-from fabric.strategies.model_parallel.strategy import ModelParallelStrategy as CoreModelParallel
-from fabric.strategies.strategy import Strategy as CoreStrategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,14 +39,14 @@ class ModelParallelStrategy(ParallelStrategy):
         }
         self._sizes = (data_parallel_size, tensor_parallel_size)
 
-    def core(self, num_nodes: int) -> CoreStrategy:
+    def core(self, num_nodes: int) -> core_strategies.Strategy:
         """The core's strategy: its axes are "shard" and "tensor"."""
         if "_core" in vars(self):
             return self._core
         data, tensor = self._sizes
         if (data, tensor) == ("auto", "auto"):
             data = num_nodes
-        return CoreModelParallel(shard=data, tensor=tensor, **self._options)
+        return core_strategies.ModelParallelStrategy(shard=data, tensor=tensor, **self._options)
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
