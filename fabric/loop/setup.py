@@ -24,7 +24,7 @@ from fabric.loop.accumulation import Accumulation
 from fabric.loop.weighting import ClosureLoss, Weighting
 from fabric.strategies.checkpoint.direct_state_dict import refuse_whole_states, report_shards
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
-from fabric.strategies.gradients.bare_parameters import BareParameters, outside, refuse_another_model
+from fabric.strategies.gradients.bare_parameters import BareParameters, in_no_module, refuse_another_model
 from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.layout import Layout
 from fabric.strategies.module.activation_checkpointing import recompute
@@ -279,7 +279,7 @@ class SetUp:
                 "module before the optimizers of its parameters, or together with them."
             )
         self.unprepared.refuse_replaced(optimizers)
-        bare = outside(optimizers, (*self.models, *coming))
+        bare = in_no_module(optimizers, (*self.models, *coming))
         for module in coming:
             refuse_another_model(module, optimizers, bare)
         lack = self._strategy.lacks.get("bare_parameters")

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fabric.strategies.checkpoint.values import DTYPES
 from fabric.strategies.tensors.chunk import Chunk, Shape, chunks_of_range, whole
 from fabric.strategies.tensors.nests import map_leaves, map_only_tensors, tensors_in
-from fabric.strategies.tensors.wrapper_subclass import Wrapped, is_wrapped, on_cpu, plain_tensors, put_together
+from fabric.strategies.tensors.wrapper_subclass import Wrapped, is_wrapped, on_cpu, plain_tensors, unflattened
 
 if TYPE_CHECKING:
     from fabric.strategies.checkpoint.manifest import Entry, Piece
@@ -148,7 +148,7 @@ def in_memory(content: Any, *, mapped: bool = False) -> Any:
 
     def read(leaf: Any) -> Any:
         if isinstance(leaf, Wrapped):
-            return put_together(leaf, read)
+            return unflattened(leaf, read)
         if not isinstance(leaf, Stored):
             return leaf
         return leaf.whole() if mapped else leaf.kept(whole(leaf.shape))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fabric.strategies.checkpoint.storage import buffer_of
 from fabric.strategies.tensors.nests import NamedFields
-from fabric.strategies.tensors.wrapper_subclass import Wrapped, name_of, taken_apart, trusted
+from fabric.strategies.tensors.wrapper_subclass import Wrapped, flattened, name_of, trusted
 
 Json: TypeAlias = Any
 Keep: TypeAlias = Callable[[str, Any], Json]
@@ -48,7 +48,7 @@ def encode(value: Any, keep: Keep, is_kept: Callable[[Any], bool], at: str = "")
 
     Raises: TypeError: a value cannot be saved; names its position.
     """
-    value = taken_apart(value)
+    value = flattened(value)
     if isinstance(value, Wrapped):
         entry = {key: encode(getattr(value, key), keep, is_kept, pointer(at, key)) for key in _PARTS}
         return {"$wrapper": name_of(trusted(value.kind)), **entry}

@@ -59,7 +59,7 @@ class BareParameters(GradientSync):
         average(self._runtime.collective.for_gradients(), self._parameters)
 
 
-def outside(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> list[tuple[Optimizer, Tensor]]:
+def in_no_module(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> list[tuple[Optimizer, Tensor]]:
     """The parameters of optimizers that are in none of `modules`, each with its optimizer."""
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     return [(each, p) for each in optimizers for p in dict.fromkeys(parameters_of(each)) if id(p) not in known]

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.precision.loss_scaler import LossScaler, all_finite
-from fabric.strategies.tensors.dtensor import as_sharded, local_part, on_mesh, put_together
+from fabric.strategies.tensors.dtensor import as_sharded, full_tensor, local_part, on_mesh
 from fabric.strategies.tensors.parameters import parameters_of
 
 if TYPE_CHECKING:
@@ -177,6 +177,6 @@ def _over_mesh(norm: Tensor, norm_type: float, mesh: DeviceMesh, placements: tup
     def reduce(local: Tensor, operation: str) -> Tensor:
         # Not `is_shard()`: it is False for torch's placement of strided shards (`fully_shard` after tensor parallel).
         over = [Replicate() if each.is_replicate() else Partial(operation) for each in placements]
-        return put_together(DTensor.from_local(on_mesh(local, mesh), mesh, over, run_check=False))
+        return full_tensor(DTensor.from_local(on_mesh(local, mesh), mesh, over, run_check=False))
 
     return _combined(norm, norm_type, reduce)

@@ -138,5 +138,5 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     for owner in type(value).__mro__:
         if "__slots__" in vars(owner):
             names = [name for name, each in vars(owner).items() if isinstance(each, MemberDescriptorType)]
-            stored += [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+            stored += [(name, getattr(value, name)) for name in names if hasattr(value, name)]  # a slot may be unset
     return stored

@@ -19,7 +19,7 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.sharded_state import ShardedState, entries_on_rank_zero
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.parameters import parameters_of
-from fabric.strategies.tensors.wrapper_subclass import taken_apart
+from fabric.strategies.tensors.wrapper_subclass import flattened
 
 
 @final
@@ -111,7 +111,7 @@ def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]
 
     Cost: each rank receives shapes and dtypes, about 100 bytes for each tensor.
     """
-    mine = map_only_tensors(taken_apart, mine)
+    mine = map_only_tensors(flattened, mine)
     whole: dict[int, dict[str, Any]] = {}
     for rank, owned in enumerate(collective.all_gather_object(of_other_rank(mine))):
         whole.update(of_rank(rank, mine) if rank == collective.rank else owned)

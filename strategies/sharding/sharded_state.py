@@ -19,11 +19,11 @@ from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_par
 from fabric.strategies.tensors.nests import map_leaves, map_only_tensors
 from fabric.strategies.tensors.wrapper_subclass import (
     Wrapped,
+    flattened,
     is_wrapped,
     on_cpu,
     plain_state,
-    put_together,
-    taken_apart,
+    unflattened,
 )
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def entries_on_rank_zero(collective: Collective, mine: Mapping[Any, Any]) -> dic
     whole: dict[Any, Any] = {}
     for rank, keys in enumerate(collective.all_gather_object(list(mine))):
         for key in keys:
-            entry = collective.broadcast_object(map_only_tensors(taken_apart, mine.get(key)), src=rank)
+            entry = collective.broadcast_object(map_only_tensors(flattened, mine.get(key)), src=rank)
             if collective.rank == 0 and key not in whole:
                 whole[key] = map_leaves(_on_cpu, entry, is_leaf=_is_whole)
     return whole
@@ -151,7 +151,7 @@ def _is_whole(leaf: Any) -> bool:
 
 
 def _on_cpu(leaf: Any) -> Any:
-    return put_together(leaf, lambda tensor: tensor.detach().to("cpu")) if _is_whole(leaf) else leaf
+    return unflattened(leaf, lambda tensor: tensor.detach().to("cpu")) if _is_whole(leaf) else leaf
 
 
 def tensor_shards(value: Any, holders: Callable[[DeviceMesh, tuple[Placement, ...]], tuple[int, ...]]) -> Any:

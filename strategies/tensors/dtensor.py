@@ -52,7 +52,7 @@ def whole(tensor: Tensor) -> Tensor:
     if sharded is None:
         return tensor
     # A shard that was offloaded to the CPU is sent over the devices' own network.
-    return put_together(cast("DTensor", on_mesh(sharded.detach(), sharded.device_mesh)))
+    return full_tensor(cast("DTensor", on_mesh(sharded.detach(), sharded.device_mesh)))
 
 
 def on_mesh(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -69,13 +69,13 @@ def gathered_weight(parameter: Tensor) -> Tensor:
     if sharded is None:
         return parameter
     mesh = sharded.device_mesh
-    copy = put_together(cast("DTensor", on_mesh(sharded, mesh)), sums_gradients=True)
+    copy = full_tensor(cast("DTensor", on_mesh(sharded, mesh)), sums_gradients=True)
     if copy.requires_grad:  # equal along an axis of tensor parallelism, where the mean of all is the gradient of each
         copy.register_hook(lambda gradient: gradient / mesh.size())  # type: ignore[no-untyped-call]
     return copy
 
 
-def put_together(sharded: DTensor, *, sums_gradients: bool = False) -> Tensor:
+def full_tensor(sharded: DTensor, *, sums_gradients: bool = False) -> Tensor:
     """`full_tensor()`, one axis of the mesh at a time: for all at once torch logs a warning on every rank (2.13).
 
     `sums_gradients`: over the ranks of the mesh; otherwise each rank's shard gets its part of this rank's gradient.

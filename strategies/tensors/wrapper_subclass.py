@@ -54,7 +54,7 @@ def plain_state(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapped:
-    """A wrapped tensor, taken apart."""
+    """A wrapped tensor, flattened into its plain tensors."""
 
     kind: str
     """The name of its class."""
@@ -65,21 +65,21 @@ class Wrapped:
     stride: list[int]
 
 
-def taken_apart(tensor: Any) -> Any:
+def flattened(tensor: Any) -> Any:
     """A wrapped tensor as `Wrapped`; any other value itself."""
     if not is_wrapped(tensor):
         return tensor
     names, context = tensor.__tensor_flatten__()
-    tensors = {name: taken_apart(getattr(tensor, name)) for name in names}
+    tensors = {name: flattened(getattr(tensor, name)) for name in names}
     size, stride = list(tensor.size()), list(tensor.stride())
     return Wrapped(kind=name_of(type(tensor)), tensors=tensors, context=context, size=size, stride=stride)
 
 
-def put_together(whole: Any, read: Callable[[Any], Tensor]) -> Tensor:
+def unflattened(whole: Any, read: Callable[[Any], Tensor]) -> Tensor:
     """The tensor around what `read` returns for each plain one. Raises: ValueError: torch does not trust its class."""
     if not isinstance(whole, Wrapped):
         return read(whole)
-    inner = {name: put_together(each, read) for name, each in whole.tensors.items()}
+    inner = {name: unflattened(each, read) for name, each in whole.tensors.items()}
     size, stride = torch.Size(whole.size), tuple(whole.stride)
     made: Tensor = trusted(whole.kind).__tensor_unflatten__(inner, whole.context, size, stride)
     return made
@@ -87,7 +87,7 @@ def put_together(whole: Any, read: Callable[[Any], Tensor]) -> Tensor:
 
 def on_cpu(tensor: Tensor) -> Tensor:
     """A copy on the CPU, which shares no memory. Raises: ValueError: torch does not trust its class."""
-    return put_together(taken_apart(tensor), lambda plain: plain.detach().to("cpu", copy=True))
+    return unflattened(flattened(tensor), lambda plain: plain.detach().to("cpu", copy=True))
 
 
 def trusted(kind: str) -> Any:
