@@ -43,7 +43,7 @@ from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, ReduceOp
 from fabric.strategies.collectives.rank_zero import rank_zero_first
-from fabric.strategies.data.share import Uneven, Use
+from fabric.strategies.data.partition import Uneven, Use
 from fabric.strategies.data.transfer import move
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.precision.precision import Precision, autocast

@@ -53,9 +53,9 @@ class Session:
                 journal = FlightRecorder()
             runtime = chosen.strategy.connect(world, chosen.accelerator, chosen.devices, chosen.precision)
             stack.callback(runtime.collective.teardown)
-            runtime.apart.is_on = draws_apart
-            self.runtime, self.moments = runtime, Moments(runtime.loader_numbers)
-            self.accumulation, weighting = Accumulation(runtime.loader_numbers), Weighting(runtime)
+            runtime.divergence.is_on = draws_apart
+            self.runtime, self.moments = runtime, Moments(runtime.loop_progress)
+            self.accumulation, weighting = Accumulation(runtime.loop_progress), Weighting(runtime)
             self.objects = SetUp(runtime, chosen.strategy, self.moments, self.accumulation, weighting)
             self.backward = LossBackward(runtime, self.objects, self.accumulation, weighting, self.moments)
             self.guard: GradientGuard | None = None

@@ -16,10 +16,10 @@ import torch
 
 from fabric.strategies.collectives.call_check import all_equal
 from fabric.strategies.collectives.collective import Collective, CollectiveError
-from fabric.strategies.data.content import Ranks
+from fabric.strategies.data.comparison import Ranks
 from fabric.strategies.data.device_loader import DeviceLoader
-from fabric.strategies.data.loaders import process_dataloader
-from fabric.strategies.data.share import Use
+from fabric.strategies.data.loaders import LoaderContext, process_dataloader
+from fabric.strategies.data.partition import Use
 from fabric.strategies.data.uneven import Votes
 from fabric.strategies.runtime import Runtime
 
@@ -28,15 +28,9 @@ def share_loader(runtime: Runtime, loader: Iterable[Any], use: Use, *, distribut
     """The implementation of `Strategy.process_dataloader`."""
     collective = runtime.collective
     if distribute:
-        runtime.apart.agree(runtime.share, collective.size, collective.start_add_numbers)
-    return process_dataloader(
-        loader,
-        use,
+        runtime.divergence.compare(runtime.share, collective.size, collective.start_add_numbers)
+    context = LoaderContext(
         share=runtime.share,
-        device=runtime.device,
-        distribute=distribute,
-        move=move,
-        launcher=runtime.world.launcher,
         ranks=Ranks(
             size=collective.size,
             broadcast=collective.broadcast_object,
@@ -45,13 +39,17 @@ def share_loader(runtime: Runtime, loader: Iterable[Any], use: Use, *, distribut
             lead=partial(lead, collective),
             votes=partial(votes_over, collective),
         ),
-        uneven=runtime.uneven,
-        in_step=runtime.layout.forward_communicates,
-        progress=runtime.loader_numbers,
+        device=runtime.device,
+        launcher=runtime.world.launcher,
+        progress=runtime.loop_progress,
         report=runtime.report,
+        use=use,
+        uneven=runtime.uneven,
+        forward_communicates=runtime.layout.forward_communicates,
         carry=runtime.carry,
-        draw_apart=runtime.draw_apart,
+        before_iterating=runtime.diverge_generators,
     )
+    return process_dataloader(loader, context, distribute=distribute, move=move)
 
 
 def lead(collective: Collective, name: str, obj: Any) -> Any:

@@ -125,23 +125,23 @@ def attach_scaler(scaler: LossScaler | None, optimizers: Sequence[Optimizer]) ->
 
 
 def with_precision(runtime: Runtime, around: Around | None) -> Around | None:
-    """`around` with autocast or casts of the precision. Ranks draw apart from the first call on."""
+    """`around` with autocast or casts of the precision. Ranks' generators diverge at the first call."""
     precision, device = runtime.precision, runtime.device
     inner: Around = around or (lambda function, args, kwargs: function(*args, **kwargs))
     cast_out = None if precision.output_dtype is None else partial(cast_output, precision)
 
     def forward_plain(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        runtime.draw_apart()
+        runtime.diverge_generators()
         return inner(function, args, kwargs)
 
     def forward_mixed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        runtime.draw_apart()
+        runtime.diverge_generators()
         with autocast(precision, device):
             output = inner(function, args, kwargs)
         return output if cast_out is None else replace_tensors(output, cast_out)
 
     def forward_true(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        runtime.draw_apart()
+        runtime.diverge_generators()
         with runtime.new_tensors:
             return inner(function, *cast_inputs(precision, (args, kwargs)))
 

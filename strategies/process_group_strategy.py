@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, final
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.process_group import TorchCollective
-from fabric.strategies.data.share import Share
+from fabric.strategies.data.partition import Share
 from fabric.strategies.layout import REPLICAS, Layout
 from fabric.strategies.options import own_launchers
 from fabric.strategies.precision.precision import Precision

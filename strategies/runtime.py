@@ -14,8 +14,8 @@ import torch
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.loop_progress import LoopProgress
-from fabric.strategies.data.rng import DrawsApart
-from fabric.strategies.data.share import Share, Uneven
+from fabric.strategies.data.partition import Share, Uneven
+from fabric.strategies.data.rng import GeneratorDivergence
 from fabric.strategies.data.transfer import Carry
 from fabric.strategies.layout import REPLICAS, Layout
 from fabric.strategies.precision.loss_scaler import LossScaler
@@ -56,13 +56,13 @@ class Runtime:
     """How the models of the strategy lie over the ranks, as far as it knows before it has seen one."""
     mesh: DeviceMesh | None = None
     """The device mesh, if the strategy has one."""
-    loader_numbers: LoopProgress = field(default_factory=LoopProgress)
+    loop_progress: LoopProgress = field(default_factory=LoopProgress)
     """Numbers loaders that are set up in the same random state, so that they are shuffled differently."""
-    apart: DrawsApart = field(default_factory=DrawsApart)
+    divergence: GeneratorDivergence = field(default_factory=GeneratorDivergence)
 
-    def draw_apart(self) -> None:
-        """Make ranks that read different data draw different random numbers from here on: see `DrawsApart`."""
-        self.apart.part(self.share)
+    def diverge_generators(self) -> None:
+        """Make ranks that read different data draw different random numbers from here on: see `GeneratorDivergence`."""
+        self.divergence.diverge(self.share)
 
 
 def open_runtime(

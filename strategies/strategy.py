@@ -22,7 +22,7 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.data.share import Use
+from fabric.strategies.data.partition import Use
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.wrap_policy import Policy
 from fabric.strategies.precision.precision import Precision

@@ -2,7 +2,7 @@
 
 `LoaderStates` is for the loaders that the user's state names, `LoaderPositions` for all other loaders of the run.
 
-If the ranks split one order of samples, rank 0's state is that of all. If each rank reads data of its own, the
+If the ranks split one order of samples, rank 0's state is saved for all. If each rank reads data of its own, the
 checkpoint has the state of every rank: each writes the tensors of its own, and reads only them.
 """
 
@@ -87,7 +87,7 @@ class LoaderPositions:
         self._report, self._report_once = runtime.report, report_once
 
     def read(self) -> list[Any]:
-        """Those of this rank. Ranks: each on its own."""
+        """The positions on this rank. Ranks: each on its own."""
         return [self._position(number, loader) for number, loader in enumerate(self._loaders)]
 
     def merged(self, of_ranks: list[list[Any]]) -> list[Any]:

@@ -23,8 +23,8 @@ from fabric.checks.record import RankFacts, Record, Recording, Sketch, Step, ske
 from fabric.launchers.process.stack import FORWARD
 from fabric.strategies.checkpoint.state import StateAccess, uncompiled
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
+from fabric.strategies.data.partition import Joined
 from fabric.strategies.data.rng import digest, torch_rng
-from fabric.strategies.data.share import Joined
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.nests import tensors_in
@@ -43,7 +43,7 @@ class Recorder(Check):
         self.runtime = runtime
         if self.recording.in_place_of is not None:
             joined = Joined(count=self.recording.in_place_of, permuted=self.recording.permuted)
-            runtime.loader_numbers.joined = joined
+            runtime.loop_progress.joined = joined
         self.models: dict[str, Prepared] = {}
         """By the prefix of their parameters' names."""
         self.num_optimizers = 0
@@ -137,7 +137,7 @@ class Recorder(Check):
         for prefix, model in self.models.items():
             if optimizer in model.optimizers or any(id(each) in held for each in model.module.parameters()):
                 gradients |= self.gradients.pop(prefix, {})
-        unweighted = self.runtime.loader_numbers.num_unweighted
+        unweighted = self.runtime.loop_progress.num_unweighted
         self.steps.append(
             Step(
                 optimizer=type(optimizer).__name__,

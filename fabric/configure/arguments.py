@@ -11,7 +11,7 @@ from typing import Any, TypedDict, get_args
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric.strategies.data.share import Uneven, Use
+from fabric.strategies.data.partition import Uneven, Use
 
 
 class LoaderOptions(TypedDict, total=False):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.loop_progress import NOT_COUNTED, End, LoopProgress, ReadAhead, RepeatedBatches
-from fabric.strategies.data.positions import length_of, once
+from fabric.strategies.data.partition import length_of, once
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.tensors.parameters import parameters_of

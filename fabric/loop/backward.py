@@ -53,7 +53,7 @@ class LossBackward:
     ) -> None:
         """See `Fabric.backward`."""
         runtime, accumulation, moments = self._runtime, self._accumulation, self._moments
-        progress, is_synchronised = runtime.loader_numbers, not accumulation.held
+        progress, is_synchronised = runtime.loop_progress, not accumulation.held
         named, backward = ([], self._of_all) if model is None else self._of_named(model)
         progress.num_backwards += 1
         for moment in moments.before_backward:

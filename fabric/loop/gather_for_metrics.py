@@ -17,7 +17,7 @@ from torch import Tensor
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.data.device_loader import DeviceLoader, loader_name
-from fabric.strategies.data.share import Share
+from fabric.strategies.data.partition import Share
 from fabric.strategies.tensors.nests import map_by_path
 from fabric.strategies.tensors.packing import check_dense
 

@@ -149,7 +149,7 @@ class SetUp:
         self._models[next(self._numbers)] = model
         for added in self._moments.model_set_up:
             added(model)
-        runtime.apart.agree(runtime.share, runtime.collective.size, runtime.collective.start_add_numbers)
+        runtime.divergence.compare(runtime.share, runtime.collective.size, runtime.collective.start_add_numbers)
         self._add(dict.fromkeys(optimizers, model.state), bare, [model], prepared.release_optimizers, move)
         return prepared
 
@@ -321,7 +321,7 @@ class SetUp:
                 undo.callback(optimizer.register_load_state_dict_pre_hook(refuse_whole_states).remove)
             self.steps[optimizer] = StepCounter()
             self.counters.append(self.steps[optimizer])
-            undo.callback(self.steps[optimizer].attach(optimizer, runtime.loader_numbers, self._moments))
+            undo.callback(self.steps[optimizer].attach(optimizer, runtime.loop_progress, self._moments))
             if self._moments.before_step:
                 undo.callback(optimizer.register_step_pre_hook(self._moments.stepping).remove)
         if self._accumulation.repeated is not None:

@@ -132,7 +132,7 @@ def average_over_ranks(runtime: Runtime, parameters: Sequence[Tensor], weight: W
             "up, and call `fabric.backward`."
         )
     weight = None if weight is None else check_weight(weight)
-    factor = runtime.loader_numbers.repeated.factor()  # a batch that is repeated has the weight zero
+    factor = runtime.loop_progress.repeated.factor()  # a batch that is repeated has the weight zero
     if weight is not None and not factor:
         weight = 0.0 * weight
     if not factor or (factor != 1 and weight is None):

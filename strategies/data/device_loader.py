@@ -10,16 +10,14 @@ from threading import get_ident
 from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from fabric.strategies.data.batch_sampler import IndexSource
-from fabric.strategies.data.epochs import Epoch, Order, Position
-from fabric.strategies.data.iterable import PreparedStream
+from fabric.strategies.data import huggingface
+from fabric.strategies.data.epochs import Cursor, Epoch, Order
 from fabric.strategies.data.loop_progress import Iteration, LoopProgress
-from fabric.strategies.data.partition import Cut
-from fabric.strategies.data.positions import Resumable, length_of
+from fabric.strategies.data.partition import Cut, Share, length_of
 from fabric.strategies.data.rng import preserved_rngs
-from fabric.strategies.data.share import Share
+from fabric.strategies.data.sources import IndexSource, PreparedStream
 from fabric.strategies.data.transfer import Carry, one_by_one
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart
@@ -33,6 +31,30 @@ class SupportsSetEpoch(Protocol):
     """A sampler, dataset or loader with `set_epoch`."""
 
     def set_epoch(self, epoch: int) -> None: ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A loader that can save and restore its position, such as torchdata's `StatefulDataLoader`."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def own_position(loader: Iterable[Any]) -> Resumable | None:
+    """The loader, if it saves its own position; None if its batches are counted instead.
+
+    The batches of torchdata's `StatefulDataLoader` are counted over map-style data, whose order is known, and over a
+    stream without a state: torchdata 0.11 counts the batches before a restored position of such a stream twice, so that
+    a second resume in the same epoch would lose samples.
+    """
+    if not isinstance(loader, Resumable):
+        return None
+    if not isinstance(loader, DataLoader):
+        return loader
+    saves = isinstance(loader.dataset, IterableDataset) and isinstance(loader.dataset, Resumable)
+    return loader if saves and not huggingface.loses_samples(loader.dataset) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +72,7 @@ class Reading:
     announce: Callable[[Epoch], None] | None = None
     """Called with each epoch, before workers begin it."""
     epochal: tuple[SupportsSetEpoch, ...] = ()
-    """The objects whose `set_epoch` is called when the user calls that of the prepared loader."""
+    """The objects whose `set_epoch` the prepared loader's `set_epoch` calls."""
     device: torch.device | None = None
     """Where batches are moved to; None: they are not moved."""
     carry: Carry = one_by_one
@@ -107,7 +129,7 @@ class DeviceLoader:
         self._restored: Restored | None = None
         self._begun_at: Restored | None = None
         """The restored position at which the latest iteration began."""
-        self._started_at: Position | None = Position()
+        self._started_at: Cursor | None = Cursor()
         """Where the latest iteration began. None: where the user's loader resumed."""
         self._epoch: int | None = None
         """The number that was passed to `set_epoch`, here or in the saved run."""
@@ -143,7 +165,7 @@ class DeviceLoader:
             if reading.announce is not None and opened is not None:
                 reading.announce(opened)
             batches = self._begin()
-        at = Position() if opened is None else opened.begun_at
+        at = Cursor() if opened is None else opened.begun_at
         self._started_at = at if restored.loader is None else None
         if reading.stream is not None and opened is not None and opened.begun_at.batches:
             batches = chain.from_iterable(self._after(opened, batches))
@@ -205,7 +227,7 @@ class DeviceLoader:
 
     @property
     def reads_own_part(self) -> bool:
-        """Whether this rank's position differs from those of other ranks."""
+        """Whether this rank has a position of its own."""
         return self._reading.part is not None
 
     @property
@@ -250,7 +272,7 @@ class DeviceLoader:
         if reading.order is not None:
             state["order"] = reading.order.state_dict(is_mid_epoch=is_mid_epoch)
             if not getattr(self._loader, "in_order", True):  # which batches the loop has received is not known
-                state["order"] |= asdict(Position())
+                state["order"] |= asdict(Cursor.of(state["order"]).at_start())
             state["cut"] = self._cut()
         if reading.part is not None:
             state["part"] = [reading.part.index, reading.part.count]
@@ -268,9 +290,11 @@ class DeviceLoader:
         distributed over ranks.
         Raises: ValueError: the state is of a loader of another kind, over other data, or with other batches per step.
         """
-        reading, position = self._reading, self.fitting(state_dict)
+        reading, position = self._reading, dict(self.fitting(state_dict))
         if reading.order is not None:
-            reading.order.load_state_dict(position if reading.position is None else position | asdict(Position()))
+            if reading.position is not None:
+                position |= asdict(Cursor.of(position).at_start())
+            reading.order.load_state_dict(position)
         self._epoch, *told = state_dict.get("told", [None])
         for part, epoch in zip(reading.epochal, told, strict=False):
             if epoch is not None:
@@ -331,7 +355,7 @@ class DeviceLoader:
 
     @property
     def would_start(self) -> bool:
-        """Whether `state_dict` would start the user's loader, as that of torchdata does, workers included."""
+        """Whether `state_dict` would start the user's loader and its workers: torchdata's starts when it is asked."""
         return self._reading.position is not None and not self._resumes and not self._has_begun
 
     def _cut(self) -> dict[str, int | None]:
@@ -365,8 +389,7 @@ class DeviceLoader:
                     "as many."
                 )
             return order
-        position = Position(start=order["samples"], samples=order["samples"], first=order.get("first", ()))
-        return order | asdict(position)
+        return order | asdict(Cursor.of(order).in_other_steps())
 
     def _begin(self) -> Iterator[Any]:
         start = getattr(self._reading.source, "worker_init_fn", None)
@@ -391,7 +414,7 @@ class DeviceLoader:
         return True
 
     def _restore(self) -> Restored:
-        """Load a restored position into the loader. If `set_epoch` has chosen another epoch, that of the position is
+        """Load a restored position into the loader. If `set_epoch` has chosen another epoch, the restored epoch is
         over."""
         reading, restored = self._reading, self._pending
         self._begun_at, self._restored = restored, None
@@ -422,13 +445,13 @@ class DeviceLoader:
         for _ in islice(batches, opened.begun_at.batches):
             pass
         if self._reading.order is not None and not self._reading.order.is_shared:
-            opened.streams.release()
+            opened.rngs.release()
         yield batches
 
     def _example(self) -> Any:
         """A batch of this rank's data, from the beginning of an epoch; None if there is none. Changes no position."""
         order = self._reading.order
-        with preserved_rngs() if order is None else order.apart():
+        with preserved_rngs() if order is None else order.peeking():
             batch = next(self._begin(), None)
             # A loader with a state restores its end, and begins the next epoch then.
             return next(self._begin(), None) if batch is None and self._reading.position is not None else batch

@@ -5,7 +5,7 @@ an order draw it from copies of rank 0's states, which all loaders share: see No
 epoch's number increases once its iteration has ended or has yielded a second batch, or once the loop has called
 backward; an iteration that is left before changes the order on no rank (`next(iter(loader))`). Another epoch than the
 next one, chosen by `set_epoch`, is drawn from the seed that ranks have agreed on and its number. The position within an
-epoch is that of the loop, not of prefetching workers. Knows items and epochs; knows no loader.
+epoch is where the loop is, whatever workers have prefetched. Knows items and epochs; knows no loader.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
-from fabric.strategies.data.positions import length_of, once
-from fabric.strategies.data.rng import SharedRngs, Streams, digest, mix, preserved_rngs, read_all, write_all
+from fabric.strategies.data.partition import Part, length_of, once
+from fabric.strategies.data.rng import EpochRngs, SharedRngs, digest, mix, preserved_rngs, read_all, write_all
 from fabric.strategies.tensors.rng import Rng
 
 T = TypeVar("T")
@@ -31,35 +31,35 @@ T = TypeVar("T")
 
 @final
 class Drawn(Generic[T]):
-    """The items of a sampler, drawn from the random streams of one epoch: those of one step at first, then of twice as
-    many steps, up to `most_steps`.
+    """The items of a sampler, drawn from the random states of one epoch: the items of one step at first, then of twice
+    as many steps, up to `most_steps`.
 
     It starts small so that a slow sampler yields its first item soon, and grows because each draw saves and restores
     the states of the random generators.
     """
 
     def __init__(
-        self, items: Iterable[T], streams: Streams, reads: tuple[int, int], *, most_steps: int, eager: bool
+        self, items: Iterable[T], rngs: EpochRngs, reads: tuple[int, int], *, most_steps: int, eager: bool
     ) -> None:
         """`reads`: how many items must be read for the first step, and for each further one. `eager`: `iter` is called
         on the items now."""
-        self._items, self._streams, self._reads, self._most_steps = items, streams, reads, most_steps
+        self._items, self._rngs, self._reads, self._most_steps = items, rngs, reads, most_steps
         self.first: Sequence[int] | None = None
         """The first indices of the order, once they are drawn; empty if items are not indices, or batches of them."""
         self.expected: Sequence[int] = ()
-        """Those of the run that is resumed."""
+        """The first indices in the run that is resumed."""
         self._iterator: Iterator[T] | None = None
         self._rest: list[T] = []
         self.ended = False
         if eager:
-            with streams.drawing():
+            with rngs.drawing():
                 self._iterator = self._begin()
 
     def __iter__(self) -> Iterator[T]:
         return chain.from_iterable(self._chunks())
 
     def is_complete(self, *, finish: bool) -> bool:
-        """Whether all items that need random numbers are drawn. `finish`: draw those that remain now, if their number
+        """Whether all items that need random numbers are drawn. `finish`: draw the remaining items now, if their number
         is known; an iterator that is still in use yields them."""
         if type(getattr(self._items, "sampler", self._items)) is SequentialSampler:  # may be very many
             return True
@@ -83,13 +83,13 @@ class Drawn(Generic[T]):
         yield self._rest
 
     def _draw(self, count: int | None) -> list[T]:
-        with self._streams.drawing():
+        with self._rngs.drawing():
             if self._iterator is None:
                 self._iterator = self._begin()
             return list(islice(self._iterator, count))
 
     def _begin(self) -> Iterator[T]:
-        self._streams.begin()
+        self._rngs.begin()
         return once(iter(self._items))
 
 
@@ -109,32 +109,45 @@ _OTHER_ORDER = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """The position of the loop within an epoch."""
+class Cursor:
+    """Where the loop is: the epoch, and the position within it. Each step of the loop makes a new one."""
 
+    epoch: int = 0
     start: int = 0
     """Samples of the order that were read by earlier runs with another number of samples per step."""
     batches: int = 0
     """Batches that the loop has received after them, on each rank."""
     samples: int = 0
     """Samples that all ranks together have received, `start` included."""
-    first: Sequence[int] = field(default=(), compare=False)
+    first: Sequence[int] = ()
     """The first samples of the order, by which a resumed run finds that it has another one."""
 
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Cursor:
+        """The cursor in the state of an order."""
+        return cls(**{each.name: state.get(each.name, each.default) for each in fields(cls)})
 
-class Part(NamedTuple):
-    """One rank's batch of a step."""
+    @property
+    def is_within(self) -> bool:
+        """Whether samples of the epoch have been read."""
+        return self.samples > 0 or self.batches > 0
 
-    batch: Any
-    end: int
-    """Number of samples that all ranks together have read in this iteration, up to the end of this step."""
-    is_unequal: bool = False
-    """Whether the ranks' batches of this step have different numbers of samples."""
+    def at_start(self) -> Cursor:
+        """At the first sample of the epoch."""
+        return Cursor(epoch=self.epoch)
+
+    def after(self, batches: int, samples: int) -> Cursor:
+        """After so many batches since `start`, which have so many samples."""
+        return replace(self, batches=batches, samples=self.start + samples)
+
+    def in_other_steps(self) -> Cursor:
+        """At the same sample, for steps of another number of samples."""
+        return replace(self, start=self.samples, batches=0)
 
 
 @final
 class Epoch:
-    """One iteration over a loader: the number of its epoch, its random streams, and the items drawn from them.
+    """One iteration over a loader: its random states, the items drawn from them, and how far the loop is.
 
     `begun_at`: where the iteration begins. `num_ahead`: how many parts after that the saved run had drawn. `counted`:
     the number is used up, so the next iteration is the next epoch. `over`: all batches were received.
@@ -142,27 +155,26 @@ class Epoch:
 
     def __init__(
         self,
-        number: int,
+        begun_at: Cursor,
         seed: int | None,
         seed_of_rank: int,
-        streams: Streams,
-        begun_at: Position,
+        rngs: EpochRngs,
         *,
         num_ahead: int = 0,
         seed_workers: Callable[[int], object] | None = None,
     ) -> None:
         """`seed_of_rank`: what this rank's generator was seeded with last, if ranks share the order. `seed_workers`:
         draws what torch has drawn before its sampler does."""
-        self.number, self.streams, self.begun_at = number, streams, begun_at
+        self.number, self.rngs, self.begun_at = begun_at.epoch, rngs, begun_at
         self._seed, self._state = seed, torch.get_rng_state()
         self.num_ahead, self._seed_workers, self._seed_of_rank = num_ahead, seed_workers, seed_of_rank
         self.drawn: Drawn[Any] | None = None
         self.counted = self.over = False
         self.num_batches = begun_at.batches
-        """How many batches the loop has received, with those before `begun_at`."""
+        """How many batches of the epoch the loop has received, in this run and before."""
         self._num_passed, self._end = begun_at.batches, begun_at.samples - begun_at.start
         self._fetched: deque[Part] = deque()
-        """Those after `_num_passed`."""
+        """The parts after `_num_passed`."""
         self.has_unequal = False
         """Whether batches were fetched that have different numbers of samples on the ranks."""
 
@@ -178,16 +190,15 @@ class Epoch:
         return mix(self.seed, self._seed_of_rank, self.number, self.begun_at.start + end)
 
     @property
-    def position(self) -> Position:
+    def cursor(self) -> Cursor:
         """Where the loop is."""
         self._pass()
-        start = self.begun_at.start
         first = () if self.drawn is None else self.drawn.first or ()
-        return Position(start=start, batches=self.num_batches, samples=start + self._end, first=first)
+        return replace(self.begun_at.after(self.num_batches, self._end), first=first)
 
     @property
     def num_fetched(self) -> int:
-        """How many parts were fetched after `position`."""
+        """How many parts were fetched after `cursor`."""
         return len(self._fetched)
 
     def fetch(self, parts: list[Part]) -> None:
@@ -214,10 +225,10 @@ class Epoch:
         """
         self._pass()
         self._fetched.clear()
-        with self.streams.drawing():
+        with self.rngs.drawing():
             if self._seed_workers is not None:
-                self.streams.restart()
-            self.drawn = Drawn(items, self.streams, reads, most_steps=most_steps, eager=eager)
+                self.rngs.restart()
+            self.drawn = Drawn(items, self.rngs, reads, most_steps=most_steps, eager=eager)
             self.drawn.expected = self.begun_at.first
             if self._seed_workers is not None:
                 self._seed_workers(self.number)
@@ -248,7 +259,7 @@ class Order:
         self.seed, self.own, self.epoch = seed, own, 0
         self._process, self._shared, self._rank_zeros, self._is_alone = process, shared, lead, is_alone
         self._first = self._chain = {} if shared is None else shared.states
-        """The process's states in which the loader was set up; those after its latest epoch."""
+        """The process's states when the loader was set up, and after its latest epoch."""
         self._chain_at: object = None if shared is None else shared.agreed
         self._number, self._num_begun = 0 if shared is None else shared.num_loaders, 0
         self._led: tuple[str, dict[str, Any]] = "", {}
@@ -273,22 +284,22 @@ class Order:
 
     @contextmanager
     def opening(self) -> Iterator[Epoch]:
-        """Within the context, `begin` returns the epoch that it yields, and random numbers come from its streams."""
+        """Within the context, `begin` returns the epoch that it yields, and random numbers come from its states."""
         self._opening = self._new()
         try:
-            with self._opening.streams.drawing():
+            with self._opening.rngs.drawing():
                 yield self._opening
         finally:
             self._opening = None
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def peeking(self) -> Iterator[None]:
         """Context: an iteration begins at the first batch of the epoch, and order and generators stay as they are."""
         kept = self.latest, self._opening
         try:
             with preserved_rngs(self.own):
-                self._opening = self._epoch(Position(), is_apart=True)
-                with self._opening.streams.drawing():
+                self._opening = self._epoch(Cursor(epoch=self.epoch), is_peek=True)
+                with self._opening.rngs.drawing():
                     yield
         finally:
             self.latest, self._opening = kept
@@ -314,26 +325,26 @@ class Order:
         if epoch.counted:
             self.settle()
         else:
-            epoch.streams.undo()
+            epoch.rngs.undo()
 
     def settle(self) -> None:
         """Advance the states that ranks share to the end of the latest counted epoch.
 
         Indices of known number are drawn to their end even if the loop ended early: the ranks may have left it at
-        different batches, and must draw the same next ones. The generators go there, too, as in one process, so that a
-        loader that is set up next has another order. Those that were seeded or used meanwhile keep their states, but
-        for the draw with which torch begins an epoch.
+        different batches, and must draw the same next ones. The generators follow as in one process, so that a loader
+        that is set up next has another order. Generators that the program has seeded or used keep their states, but for
+        the draw with which torch begins an epoch.
         """
         epoch, self._unsettled = self._unsettled, None
         if epoch is None or self._shared is None:
             return
-        streams = epoch.streams
+        rngs = epoch.rngs
         if not self._is_complete(epoch):
-            streams.move(self._seeded(epoch.number + 1))  # ranks may have drawn different numbers of items
-        for rng, start, end in zip(self.own, streams.own_start, streams.own_states, strict=True):
+            rngs.move(self._seeded(epoch.number + 1))  # ranks may have drawn different numbers of items
+        for rng, start, end in zip(self.own, rngs.own_start, rngs.own_states, strict=True):
             if digest(rng.read()) == digest(start):
                 rng.write(end)
-        self._chain, self._chain_at = dict(zip(self._process, streams.states, strict=False)), self._shared.agreed
+        self._chain, self._chain_at = dict(zip(self._process, rngs.states, strict=False)), self._shared.agreed
         if not self._shared.follow() and not self.own and self._seed_workers is not None:
             self._seed_workers(epoch.number)
 
@@ -350,23 +361,22 @@ class Order:
         epoch = self.standing
         if epoch is not None and not epoch.over and is_mid_epoch:
             return self._state_of(epoch)
-        if self._resumed is not None and self._beginning() != Position():
+        if self._resumed is not None and self._beginning().is_within:
             return self._resumed
-        state = {"seed": self.seed, "epoch": self.epoch, **asdict(Position())}
-        return state | self._now()
+        return {"seed": self.seed, **asdict(Cursor(epoch=self.epoch)), **self._now()}
 
     def _state_of(self, epoch: Epoch) -> dict[str, Any]:
-        streams = epoch.streams
-        state = {"seed": epoch.seed, "epoch": epoch.number, **asdict(epoch.position)}
-        state |= self._by_name(streams.begun or streams.start or [])
+        rngs = epoch.rngs
+        begun = self._by_name(rngs.begun or rngs.start or [])
+        state = {"seed": epoch.seed, **asdict(epoch.cursor), **begun}
         if not self.is_shared:
             return state | {"ahead": epoch.num_fetched, "following": self._now()}
         is_settled = epoch.counted and self._unsettled is not epoch
         following = self._now()
         if not is_settled:
-            states = streams.states if self._is_complete(epoch) else self._seeded(epoch.number + 1)
-            following |= self._by_name(states) if streams.follows else {"generators": streams.own_states}
-        return state | {"ahead": 0, "following": following, "follows": streams.follows}
+            states = rngs.states if self._is_complete(epoch) else self._seeded(epoch.number + 1)
+            following |= self._by_name(states) if rngs.follows else {"generators": rngs.own_states}
+        return state | {"ahead": 0, "following": following, "follows": rngs.follows}
 
     def _now(self) -> dict[str, Any]:
         """The states from which the next epoch is drawn."""
@@ -395,7 +405,7 @@ class Order:
 
     @property
     def _source(self) -> Mapping[str, Any] | None:
-        """The states from which the next epoch is drawn, if they are not those that all loaders share."""
+        """The states from which the next epoch is drawn, if this loader has states of its own."""
         if self._shared is None or not self._is_alone:
             return None
         return self._chain if self._chain_at is self._shared.agreed else self._shared.agreed
@@ -403,7 +413,7 @@ class Order:
     def _new(self) -> Epoch:
         self.settle()
         if self.latest is not None and not self.latest.counted:
-            self.latest.streams.undo()
+            self.latest.rngs.undo()
         resumed = self._resumed
         if resumed is not None and resumed["epoch"] != self.epoch:
             self._resumed, self._next = None, resumed["epoch"]
@@ -426,9 +436,9 @@ class Order:
                 rng.seed(mix(self.seed, number))
             return read_all(rngs)
 
-    def _epoch(self, begun_at: Position, *, is_apart: bool = False) -> Epoch:
+    def _epoch(self, begun_at: Cursor, *, is_peek: bool = False) -> Epoch:
         process, shared = self._process, self._shared
-        resumed = self._resumed if begun_at != Position() else None
+        resumed = self._resumed if begun_at.is_within else None
         start: list[Any] | None = None
         begun: list[Any] | None = None
         seed = None if shared is None else self.seed
@@ -448,17 +458,17 @@ class Order:
             if self._rank_zeros is not None:
                 shared.agree(source, {})
                 source = shared.states
-        if shared is not None and is_apart:
+        if shared is not None and is_peek:
             source, lead = {**shared.states}, None
         follows = resumed is not None and resumed.get("follows", True)
-        streams = Streams(process, self.own, start, begun, shared=shared, source=source, lead=lead, follows=follows)
+        rngs = EpochRngs(process, self.own, start, begun, shared=shared, source=source, lead=lead, follows=follows)
         ahead = 0 if resumed is None else resumed.get("ahead", 0)
         of_rank = torch.initial_seed() + self.rank if self.is_shared else 0
-        return Epoch(self.epoch, seed, of_rank, streams, begun_at, num_ahead=ahead, seed_workers=self._seed_workers)
+        return Epoch(begun_at, seed, of_rank, rngs, num_ahead=ahead, seed_workers=self._seed_workers)
 
     def _of_rank_zero(self, states: dict[str, Any]) -> dict[str, Any]:
-        """The states of rank 0 at the first draw of this epoch; those of this rank, if no other loader has drawn. The
-        same ones each time, until the epoch is counted."""
+        """The states of rank 0 at the first draw of this epoch; of this rank, if the program has one loader. The same
+        ones each time, until the epoch is counted."""
         assert self._shared is not None
         assert self._rank_zeros is not None
         name = f"{self._number}/{self._shared.num_loaders}/{self._num_begun}"
@@ -472,8 +482,7 @@ class Order:
             if name in self._process and digest(self._process[name].read()).hex() == written:
                 self._process[name].write(following["process"][name])
 
-    def _beginning(self) -> Position:
+    def _beginning(self) -> Cursor:
         """Where the next epoch begins: a restored position is dropped if `set_epoch` has chosen another epoch."""
-        if self._resumed is None or self._resumed["epoch"] != self.epoch:
-            return Position()
-        return Position(**{name: self._resumed.get(name, ()) for name in ("start", "batches", "samples", "first")})
+        restored = Cursor() if self._resumed is None else Cursor.of(self._resumed)
+        return restored if restored.epoch == self.epoch else Cursor(epoch=self.epoch)

@@ -1,6 +1,6 @@
 """Hugging Face datasets, recognised by the module of their class: `datasets` need not be installed.
 
-The private names of `datasets` that are used here and in `split.py` are checked at the first `IterableDataset`.
+The private names of `datasets` that are used here and in `presplit.py` are checked at the first `IterableDataset`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rows(dataset: Any, places: list[int]) -> list[Any]:
 
 
 def split(dataset: Any, num_shards: int, index: int) -> tuple[Any, Callable[[], None]]:
-    """One of `num_shards` parts of a stream, and a function that sets its epoch to that of the stream.
+    """One of `num_shards` parts of a stream, and a function that sets the part's epoch to the stream's.
 
     By `split_dataset_by_node`: each epoch shuffles all shards, and each reader takes every `num_shards`-th.
     """

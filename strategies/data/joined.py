@@ -1,7 +1,7 @@
 """What one process reads in place of several ranks: the batches of all ranks in one step as one batch.
 
 For `fabric verify`, whose reference is a run of one process over the global batches. Batches are joined before the
-user's `collate_fn`, in the order of ranks; those of a loader without batching (`batch_size=None`, a list) afterwards.
+user's `collate_fn`, in the order of ranks; ready batches (`batch_size=None`, a list) are concatenated.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from fabric.strategies.data.epochs import Part
-from fabric.strategies.data.partition import Cut
-from fabric.strategies.data.positions import once
-from fabric.strategies.data.share import Joined, Share
+from fabric.strategies.data.partition import Cut, Joined, Part, Share, once
 from fabric.strategies.tensors.nests import opened
 
 

@@ -2,14 +2,14 @@
 
 A loader is never constructed again from guessed arguments. A shallow copy of it gets another sampler, or another
 dataset if that is iterable. Data that cannot be distributed raises here, before anything is read. Set-up sends two or
-three small messages (`Ranks`); iterating sends none, except with `uneven`. Set-up draws from no random generator: their
-states are restored.
+three small messages (`Ranks`); iterating sends none, except with `uneven`, and where rank 0 leads (`rng.py`). Set-up
+draws from no random generator.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Sequenti
 
 from fabric.launchers.process.os_process import num_cores
 from fabric.strategies.data import huggingface
-from fabric.strategies.data.batch_sampler import MOST_STEPS, IndexSource, index_source, indices_of
-from fabric.strategies.data.content import (
+from fabric.strategies.data.comparison import (
     Ranks,
     agree_on_loader,
     describe_dataset,
@@ -27,52 +26,125 @@ from fabric.strategies.data.content import (
     describe_order,
     is_torchs,
 )
-from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch
+from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch, own_position
 from fabric.strategies.data.epochs import Order
-from fabric.strategies.data.iterable import PreparedStream, SplitStream, split_stream
 from fabric.strategies.data.joined import JoinedBatches, JoinedStream, of_all_shares
 from fabric.strategies.data.loop_progress import LoopProgress
-from fabric.strategies.data.partition import Cut, RoundRobinCut, SampleCut
-from fabric.strategies.data.positions import length_of, own_position
+from fabric.strategies.data.partition import Cut, Joined, RoundRobinCut, SampleCut, Share, Uneven, Use, length_of
+from fabric.strategies.data.presplit import parts_of, split_of
 from fabric.strategies.data.rng import own_rngs, process_rngs, read_all, torch_rng, write_all
-from fabric.strategies.data.share import Joined, Share, Uneven, Use
-from fabric.strategies.data.split import parts_of, split_of
+from fabric.strategies.data.sources import (
+    MOST_STEPS,
+    IndexSource,
+    PreparedStream,
+    SeededDataset,
+    SplitStream,
+    index_source,
+    indices_of,
+    split_stream,
+)
 from fabric.strategies.data.transfer import Carry, one_ahead, one_by_one
 from fabric.strategies.data.uneven import Agreement
-from fabric.strategies.data.workers import SeededDataset, WorkerStart, advice
+from fabric.strategies.data.workers import WorkerStart, advice
 from fabric.strategies.tensors.rng import Rng
 
-__all__ = ["DeviceLoader", "Share", "Use", "process_dataloader"]
+__all__ = ["DeviceLoader", "LoaderContext", "Share", "Use", "process_dataloader"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderContext:
+    """What a rank knows when a loader is set up, beside the loader."""
+
+    share: Share
+    ranks: Ranks
+    device: torch.device
+    launcher: str
+    """By which the rank was started."""
+    progress: LoopProgress
+    report: Callable[[str], None]
+    """Shows a message, on one rank."""
+    use: Use = "train"
+    uneven: Uneven | None = None
+    """What ranks do when the first has no batch left."""
+    forward_communicates: bool = False
+    """Whether a forward waits for the other ranks, so that they need equal numbers of batches in evaluation."""
+    carry: Carry | None = None
+    """Moves batches to the device, if that has a way of its own."""
+    before_iterating: Callable[[], None] = lambda: None
+
+    @property
+    def trains(self) -> bool:
+        """Whether ranks need equal numbers of batches, unless they agree on them while they read."""
+        return self.use == "train"
+
+    @property
+    def joined(self) -> Joined | None:
+        """The shares that this process reads in place of other ranks, unless it reads the loader whole."""
+        return None if self.ranks is _ALONE else self.progress.joined
+
+    @property
+    def first_share(self) -> Share:
+        """This rank's share; rank 0's, for a process that reads in place of several ranks."""
+        return self.share if self.joined is None else self.joined.shares()[0]
+
+    @property
+    def evaluates_in_step(self) -> bool:
+        """Whether the ranks evaluate, and must do so in equally many batches."""
+        return not self.trains and (self.forward_communicates or self.uneven is not None)
+
+    @property
+    def part(self) -> Share | None:
+        """The part that this rank reads of data that was split over ranks; None with one rank."""
+        return self.share if self.ranks.size > 1 else None
+
+    def alone(self) -> LoaderContext:
+        """The context of a loader that this rank reads whole, without collectives."""
+        return replace(self, share=Share(), ranks=_ALONE, use="predict")
+
+
+_ALONE = Ranks(
+    size=1,
+    broadcast=lambda obj: obj,
+    gather=lambda obj: [obj],
+    same=lambda words: True,
+    lead=lambda name, obj: obj,
+)
 
 
 def process_dataloader(
-    loader: Iterable[Any],
-    use: Use,
-    *,
-    share: Share,
-    device: torch.device,
-    distribute: bool,
-    move: bool,
-    launcher: str,
-    ranks: Ranks,
-    progress: LoopProgress,
-    report: Callable[[str], None],
-    carry: Carry | None = None,
-    draw_apart: Callable[[], None] = lambda: None,
-    uneven: Uneven | None = None,
-    in_step: bool = False,
+    loader: Iterable[Any], context: LoaderContext, *, distribute: bool = True, move: bool = True
 ) -> DeviceLoader:
-    """The loader, with this rank's share of the data (`distribute`) and its batches moved to `device` (`move`).
+    """The loader, with this rank's share of the data (`distribute`) and its batches moved to the device (`move`).
 
     Ranks: all that read parts of the same data call it, with the same loader. A single rank reads as in plain PyTorch:
     the same order from the same random numbers. Data that is split for this rank already (`DistributedSampler`,
-    `split_dataset_by_node`: see `split.py`) is not split again. `progress` tells apart loaders that are set up in the
-    same random state. `report` shows a warning, on one rank. `carry`: moves batches to the device, if that has a way of
-    its own. `draw_apart`: called before each iteration. `in_step`: all ranks need equal numbers of batches in
-    evaluation too.
+    `split_dataset_by_node`: see `presplit.py`) is not split again.
     Raises: ValueError: the data cannot be distributed, is split for another rank or another number of ranks, or ranks
     have different loaders. TypeError: `loader` is not iterable.
     """
+    _refuse_what_is_no_loader(loader)
+    accelerated = move and context.device.type != "cpu"
+    if isinstance(loader, DataLoader) and accelerated:
+        sentence = advice(loader, context.launcher, num_cores())
+        if sentence is not None:
+            context.report(sentence)
+    reading = _reading(loader, context, distribute)
+    if distribute and reading.agreement is None and context.evaluates_in_step and not _is_even(reading, context):
+        reading = replace(reading, agreement=_agreement(loader, type(loader).__name__, context))
+    reading = replace(
+        reading,
+        device=context.device if accelerated else None,
+        carry=context.carry or (one_ahead if _is_read_ahead(loader) else one_by_one),
+        report=context.report,
+        progress=context.progress,
+        begin=(context.before_iterating, *reading.begin),
+        trains=context.trains,
+        resumes_left=context.use in ("train", "predict"),
+    )
+    return DeviceLoader(loader, reading)
+
+
+def _refuse_what_is_no_loader(loader: object) -> None:
     if isinstance(loader, DeviceLoader):
         raise ValueError("`setup_dataloaders` was given a loader that it returned before. Pass the original loader.")
     if isinstance(loader, Mapping) or (
@@ -86,102 +158,44 @@ def process_dataloader(
         raise TypeError(
             f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated. Pass a `DataLoader`."
         )
-    setup = _Setup(share, use != "train", ranks, progress, report, uneven, in_step, use == "train")
-    split = split_of(loader, share) if distribute and progress.joined is None else None
-    accelerated = move and device.type != "cpu"
-    # Prefetch only what workers load: another iterable may depend on the loop, a stateful loader counts what was
-    # fetched, and without workers loading a batch draws from the random generators of the loop.
-    ahead = isinstance(loader, DataLoader) and own_position(loader) is None and loader.num_workers > 0
-    if isinstance(loader, DataLoader) and accelerated:
-        sentence = advice(loader, launcher, num_cores())
-        if sentence is not None:
-            report(sentence)
-    if split is not None:
-        agreement = _equal_batches(loader, split.words, setup, exact=_has_indices(loader))
-        reading = replace(_own(loader, setup), agreement=agreement)
-    elif not distribute:
+
+
+def _reading(loader: Iterable[Any], context: LoaderContext, distribute: bool) -> Reading:
+    """How the rank reads the loader."""
+    joined = context.joined
+    if not distribute:
         # Each rank reads its own loader, perhaps alone: no collective unless `uneven` was passed.
-        agreement = None if uneven is None else _agreement(loader, type(loader).__name__, setup)
-        reading = replace(_own(loader, setup), agreement=agreement)
-    elif progress.joined is not None and not (isinstance(loader, DataLoader) and loader.batch_sampler is not None):
-        source = JoinedBatches(loader, progress.joined.count)
-        reading = Reading(source=source, epochal=_epochal(loader, loader))
-    elif ranks.size == 1 and own_position(loader) is not None:
-        reading = _whole(loader)
-    elif isinstance(loader, DataLoader):
-        reading = _shared(loader, setup)
-    else:
-        if setup.ranks.size > 1:
+        agreement = None if context.uneven is None else _agreement(loader, type(loader).__name__, context)
+        return replace(_own(loader, context), agreement=agreement)
+    split = split_of(loader, context.share) if joined is None else None
+    if split is not None:
+        agreement = _equal_batches(loader, split.words, context, exact=_has_indices(loader))
+        return replace(_own(loader, context), agreement=agreement)
+    if joined is not None and not (isinstance(loader, DataLoader) and loader.batch_sampler is not None):
+        return Reading(source=JoinedBatches(loader, joined.count), epochal=_epochal(loader, loader))
+    if context.ranks.size == 1 and own_position(loader) is not None:
+        return _whole(loader)
+    if not isinstance(loader, DataLoader):
+        if context.ranks.size > 1:
             described = {"loader": type(loader).__qualname__, "length": length_of(loader)}
-            agree_on_loader(described, [], setup.ranks)
-        reading = _as_items(loader, setup)
-    if distribute and reading.agreement is None and setup.evaluates_in_step and not _is_even(reading, setup):
-        reading = replace(reading, agreement=_agreement(loader, type(loader).__name__, setup))
-    reading = replace(
-        reading,
-        device=device if accelerated else None,
-        carry=carry or (one_ahead if ahead else one_by_one),
-        report=report,
-        progress=progress,
-        begin=(draw_apart, *reading.begin),
-        trains=use == "train",
-        resumes_left=use in ("train", "predict"),
+            agree_on_loader(described, [], context.ranks)
+        return _as_items(loader, context)
+    if not isinstance(loader.dataset, IterableDataset):
+        return _indexed(loader, context)
+    if not isinstance(loader.dataset, IterDataPipe):
+        return _shared_stream(loader, loader.dataset, context)
+    if context.ranks.size == 1:
+        return _own(loader, context)
+    raise ValueError(
+        f"`{type(loader.dataset).__name__}` is a data pipe, which shards itself in torch's `DataLoader`. Pass "
+        "`use_distributed_sampler=False`, or make it an `IterableDataset`."
     )
-    return DeviceLoader(loader, reading)
 
 
-@dataclass(frozen=True, slots=True)
-class _Setup:
-    """What all loaders of one strategy are set up with. `uneven`: ranks may have different numbers of batches, unless
-    models need forwards `in_step`, or `when_ended` says what ranks do then."""
-
-    share: Share
-    uneven: bool
-    ranks: Ranks
-    progress: LoopProgress
-    report: Callable[[str], None]
-    when_ended: Uneven | None
-    in_step: bool
-    trains: bool
-
-    @property
-    def joined(self) -> Joined | None:
-        """The shares that this process reads in place of other ranks, unless it reads the loader whole."""
-        return None if self.ranks is _ALONE else self.progress.joined
-
-    @property
-    def shares(self) -> Share:
-        """This rank's share; that of rank 0 for a process that reads in place of several ranks."""
-        return self.share if self.joined is None else self.joined.shares()[0]
-
-    @property
-    def evaluates_in_step(self) -> bool:
-        """Whether the ranks evaluate, and must do so in equally many batches."""
-        return self.uneven and (self.in_step or self.when_ended is not None)
-
-    @property
-    def part(self) -> Share | None:
-        """The part that this rank reads of data that was split over ranks; None with one rank."""
-        return self.share if self.ranks.size > 1 else None
-
-    def alone(self) -> _Setup:
-        """The set-up of a loader that this rank reads whole, without collectives."""
-        return replace(self, share=Share(), uneven=True, ranks=_ALONE)
-
-
-_ALONE = Ranks(
-    size=1,
-    broadcast=lambda obj: obj,
-    gather=lambda obj: [obj],
-    same=lambda words: True,
-    lead=lambda name, obj: obj,
-)
-
-
-def _is_even(reading: Reading, setup: _Setup) -> bool:
+def _is_even(reading: Reading, context: LoaderContext) -> bool:
     """Whether it is known that all ranks get the same number of batches."""
     index = reading.index
-    if index is None or index.cut.share.count < setup.share.count:  # a stream, or a part of which others have more
+    if index is None or index.cut.share.count < context.share.count:  # a stream, or a part of which others have more
         return False
     num_items = length_of(index.items)
     return num_items is not None and index.cut.is_even(num_items)
@@ -192,17 +206,23 @@ def _has_indices(loader: object) -> bool:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def _own(loader: Iterable[Any], setup: _Setup) -> Reading:
+def _is_read_ahead(loader: object) -> bool:
+    """Whether batches are read before the loop asks for them: only what workers load. Another iterable may depend on
+    the loop, a stateful loader counts what was read, and without workers a batch is loaded with the loop's draws."""
+    return isinstance(loader, DataLoader) and own_position(loader) is None and loader.num_workers > 0
+
+
+def _own(loader: Iterable[Any], context: LoaderContext) -> Reading:
     """The user's loader unsplit: each rank reads all of it, at a position of its own."""
     if own_position(loader) is not None:
         reading = _whole(loader)
     elif isinstance(loader, DataLoader) and _has_indices(loader):
-        reading = _indexed(loader, setup.alone())
+        reading = _indexed(loader, context.alone())
     else:
         whole = _whole(loader)
-        items = _as_items(whole.source, setup.alone())
+        items = _as_items(whole.source, context.alone())
         reading = replace(items, epochal=whole.epochal, announce=whole.announce)
-    return replace(reading, part=setup.part)
+    return replace(reading, part=context.part)
 
 
 def _whole(loader: Iterable[Any]) -> Reading:
@@ -226,28 +246,17 @@ def _reseeded(reading: Reading, source: DataLoader[Any]) -> Reading:
     return replace(reading, announce=stream.announce)
 
 
-def _shared(loader: DataLoader[Any], setup: _Setup) -> Reading:
-    if not isinstance(loader.dataset, IterableDataset):
-        return _indexed(loader, setup)
-    if isinstance(loader.dataset, IterDataPipe):
-        if setup.ranks.size == 1:
-            return _own(loader, setup)
-        raise ValueError(
-            f"`{type(loader.dataset).__name__}` is a data pipe, which shards itself in torch's `DataLoader`. Pass "
-            "`use_distributed_sampler=False`, or make it an `IterableDataset`."
-        )
-    return _shared_stream(loader, loader.dataset, setup)
-
-
-def _indexed(loader: DataLoader[Any], setup: _Setup) -> Reading:
+def _indexed(loader: DataLoader[Any], context: LoaderContext) -> Reading:
     """A loader over a map-style dataset."""
     _, items = indices_of(loader)
     is_torchs_own = type(loader) is DataLoader and (type(items) in _WITHOUT_DRAWS or is_torchs(items))
     process = {"torch": torch_rng()} if is_torchs_own else process_rngs()
-    order, seed, states = _order(process, loader, setup, shuffles=not _draws_by_itself(items))
+    order, seed, states = _order(process, loader, context, shuffles=not _draws_by_itself(items))
     is_seeded = loader.num_workers > 0
-    name, index = index_source(loader, setup.shares, setup.uneven, order, is_seeded=is_seeded)
-    index.joined = setup.joined
+    name, index = index_source(loader, context.first_share, not context.trains, order, is_seeded=is_seeded)
+    index.joined = context.joined
+    start = WorkerStart(loader)
+    parts: dict[str, Any] = {"dataset": SeededDataset(loader.dataset)} if is_seeded else {}
     if order.is_shared:
         described = {
             "dataset": describe_dataset(loader.dataset),
@@ -255,20 +264,12 @@ def _indexed(loader: DataLoader[Any], setup: _Setup) -> Reading:
             "length": length_of(items),
             "first indices": describe_order(items, loader.dataset, seed),
         }
-        _agree(loader, described, order, states, setup)
+        _agree(loader, described, order, states, context)
         _refuse(index.cut, items)
-    start = WorkerStart(loader)
-    parts: dict[str, Any] = {"dataset": SeededDataset(loader.dataset)} if is_seeded else {}
-    if order.is_shared:  # which draws what torch draws from it
-        parts["generator"] = torch.Generator()
+        parts["generator"] = torch.Generator()  # which draws what torch draws from it
     source = _copy(loader, worker_init_fn=start, **{name: index}, **parts)
-    return Reading(
-        source=source,
-        order=order,
-        index=index,
-        announce=start.announce if order.is_shared else None,
-        epochal=_epochal(loader, source),
-    )
+    announce = start.announce if order.is_shared else None
+    return Reading(source=source, order=order, index=index, announce=announce, epochal=_epochal(loader, source))
 
 
 _WITHOUT_DRAWS = (SequentialSampler, range, list, tuple)
@@ -280,13 +281,13 @@ def _draws_by_itself(items: object) -> bool:
 
 
 def _order(
-    process: Mapping[str, Rng], loader: Iterable[Any], setup: _Setup, *, shuffles: bool
+    process: Mapping[str, Rng], loader: Iterable[Any], context: LoaderContext, *, shuffles: bool
 ) -> tuple[Order, int, list[Any]]:
     """The order of a loader, the seed on which its ranks have agreed, and the states of rank 0's own generators."""
     own = own_rngs(loader) if isinstance(loader, DataLoader) else []
     keeps_workers = isinstance(loader, DataLoader) and loader.persistent_workers
     generator = loader.generator if isinstance(loader, DataLoader) else None
-    ranks, shared = setup.ranks, setup.progress.rngs
+    ranks, shared = context.ranks, context.progress.rngs
     if ranks.size == 1:
         return Order(0, process, own, keeps_workers=keeps_workers), 0, []
     seed, states, of_own = ranks.broadcast((*shared.offer(process), read_all(own)))
@@ -302,49 +303,50 @@ def _order(
         {name: rng for name, rng in process.items() if name in states},
         own,
         shared=shared,
-        lead=ranks.lead if shuffles and setup.trains else None,
-        is_alone=shuffles and not setup.trains,
+        lead=ranks.lead if shuffles and context.trains else None,
+        is_alone=shuffles and not context.trains,
         seed_workers=seed_workers if _has_indices(loader) else None,
         keeps_workers=keeps_workers,
     )
     return order, seed, of_own
 
 
-def _agree(loader: DataLoader[Any], described: dict[str, Any], order: Order, states: list[Any], setup: _Setup) -> None:
+def _agree(
+    loader: DataLoader[Any], described: dict[str, Any], order: Order, states: list[Any], context: LoaderContext
+) -> None:
     """Raise ValueError if ranks have different loaders; give all of them the states of rank 0's own generators."""
     words = {"batch size": loader.batch_size, "drop_last": loader.drop_last, "generators": len(order.own)} | described
-    if not agree_on_loader(words, order.own, setup.ranks):
-        setup.report(
+    if not agree_on_loader(words, order.own, context.ranks):
+        context.report(
             "The random generators of this loader's sampler have different states on the ranks. All ranks read in the "
             "order of rank 0's. To choose the order yourself, seed them alike."
         )
         write_all(order.own, states)
 
 
-def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup: _Setup) -> Reading:
-    share, batch_size = setup.share, loader.batch_size
-    order, seed, states = _order(process_rngs(), loader, setup, shuffles=True)
+def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], context: LoaderContext) -> Reading:
+    share, batch_size, joined, uneven = context.share, loader.batch_size, context.joined, not context.trains
+    order, seed, states = _order(process_rngs(), loader, context, shuffles=True)
     if order.is_shared:
         described = {"dataset": describe_dataset(dataset), "length": length_of(dataset)}
-        _agree(loader, described | {"num_workers": loader.num_workers}, order, states, setup)
+        _agree(loader, described | {"num_workers": loader.num_workers}, order, states, context)
     if share.count > 1:
         part = split_stream(dataset, share)
         if isinstance(part, SplitStream):
-            return _own_part(loader, part, setup)
+            return _own_part(loader, part, context)
         if not huggingface.is_iterable(dataset):
             first = describe_first_sample(parts_of(loader), dataset, seed)
-            if not setup.ranks.same(first):
+            if not context.ranks.same(first):
                 name = type(dataset).__name__
-                setup.report(_SPLITS_ITSELF.format(name=name))
-                return replace(_own(loader, setup), agreement=_equal_batches(loader, name, setup, exact=False))
-        setup.report(part)
-    cut: Cut = RoundRobinCut(share=share, uneven=setup.uneven)
+                context.report(_SPLITS_ITSELF.format(name=name))
+                return replace(_own(loader, context), agreement=_equal_batches(loader, name, context, exact=False))
+        context.report(part)
+    cut: Cut = RoundRobinCut(share=share, uneven=uneven)
     if batch_size is not None:
-        cut = SampleCut(share=setup.shares, uneven=setup.uneven, batch_size=batch_size, drop_last=loader.drop_last)
-        cut = of_all_shares(cut, setup.joined)
-        parts = [split_stream(dataset, each) for each in setup.joined.shares()] if setup.joined is not None else []
-        if split := [part for part in parts if isinstance(part, SplitStream)]:
-            return _joined_parts(loader, split, batch_size, setup)
+        cut = SampleCut(share=context.first_share, uneven=uneven, batch_size=batch_size, drop_last=loader.drop_last)
+        cut = of_all_shares(cut, joined)
+        if joined is not None and isinstance(split_stream(dataset, context.first_share), SplitStream):
+            return _joined_parts(loader, dataset, batch_size, joined)
     drawn_here = order if loader.num_workers == 0 else None
     stream = PreparedStream(dataset, cut, order=drawn_here, is_reseeded=loader.persistent_workers)
     source = _copy(loader, dataset=stream, batch_sampler=None)
@@ -353,13 +355,11 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
     )
 
 
-def _joined_parts(loader: DataLoader[Any], parts: Sequence[SplitStream], batch_size: int, setup: _Setup) -> Reading:
-    assert setup.joined is not None
-    stream = JoinedStream([part.part for part in parts], batch_size, setup.joined)
-    begin = tuple(part.set_epoch for part in parts)
-    return Reading(
-        source=_copy(loader, dataset=stream, batch_sampler=None), epochal=_epochal(loader, loader), begin=begin
-    )
+def _joined_parts(loader: DataLoader[Any], dataset: IterableDataset[Any], batch_size: int, joined: Joined) -> Reading:
+    split = [part for each in joined.shares() if isinstance(part := split_stream(dataset, each), SplitStream)]
+    stream = JoinedStream([part.part for part in split], batch_size, joined)
+    source = _copy(loader, dataset=stream, batch_sampler=None)
+    return Reading(source=source, epochal=_epochal(loader, loader), begin=tuple(part.set_epoch for part in split))
 
 
 _SPLITS_ITSELF = (
@@ -368,31 +368,31 @@ _SPLITS_ITSELF = (
 )
 
 
-def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup) -> Reading:
+def _own_part(loader: DataLoader[Any], stream: SplitStream, context: LoaderContext) -> Reading:
     source = _copy(loader, dataset=stream.part)
-    agreement = _equal_batches(source, stream.words, setup, exact=False)
+    agreement = _equal_batches(source, stream.words, context, exact=False)
     epochal = tuple({id(each): each for each in (*_epochal(loader, loader), *_epochal(source, source))}.values())
     position = own_position(source)
-    reading = _as_items(source, setup.alone()) if position is None else Reading(source=source, position=position)
+    reading = _as_items(source, context.alone()) if position is None else Reading(source=source, position=position)
     begin = (*reading.begin, stream.set_epoch)
-    reading = replace(reading, epochal=epochal, begin=begin, part=setup.part, agreement=agreement)
+    reading = replace(reading, epochal=epochal, begin=begin, part=context.part, agreement=agreement)
     return _reseeded(reading, source)
 
 
-def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool) -> Agreement | None:
+def _equal_batches(loader: Iterable[Any], words: str, context: LoaderContext, *, exact: bool) -> Agreement | None:
     """Gives ranks that train on parts of their own equal numbers of batches; None if they need not have, or have.
 
-    Ranks: all call it. `exact`: the length of the loader is that of its sampler, not the claim of an iterable dataset.
+    Ranks: all call it. `exact`: the loader's length comes from its sampler; an iterable dataset only claims one.
     Raises: ValueError: the lengths are known, and differ.
     """
-    if setup.uneven and not setup.evaluates_in_step:
+    if not context.trains and not context.evaluates_in_step:
         return None
-    if setup.uneven or setup.when_ended is not None:
-        return _agreement(loader, words, setup)
+    if not context.trains or context.uneven is not None:
+        return _agreement(loader, words, context)
     length = length_of(loader)
-    if setup.ranks.same(repr(length)):
-        return None if exact else _agreement(loader, words, setup)
-    lengths = setup.ranks.gather(length)
+    if context.ranks.same(repr(length)):
+        return None if exact else _agreement(loader, words, context)
+    lengths = context.ranks.gather(length)
     raise ValueError(
         f"`{words}` gives the {len(lengths)} ranks {', '.join(map(str, lengths))} batches, and each rank must train on "
         'as many as any other. Pass `drop_last=True`, make the parts equal, pass `uneven="stop"` or `uneven="repeat"`, '
@@ -400,23 +400,20 @@ def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup, *, exact: b
     )
 
 
-def _agreement(loader: Iterable[Any], words: str, setup: _Setup) -> Agreement | None:
-    if setup.ranks.size == 1 or setup.ranks.votes is None:
+def _agreement(loader: Iterable[Any], words: str, context: LoaderContext) -> Agreement | None:
+    if context.ranks.size == 1 or context.ranks.votes is None:
         return None
-    # Read ahead what workers load. A loader with a state counts what was read.
-    ahead = isinstance(loader, DataLoader) and own_position(loader) is None and loader.num_workers > 0
-    votes = setup.ranks.votes()
-    return Agreement(setup.when_ended or "stop", votes, words, setup.report, ahead=ahead, trains=not setup.uneven)
+    votes, ahead = context.ranks.votes(), _is_read_ahead(loader)
+    return Agreement(context.uneven or "stop", votes, words, context.report, ahead=ahead, trains=context.trains)
 
 
-def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
+def _as_items(items: Iterable[Any], context: LoaderContext) -> Reading:
     """An iterable of batches, distributed round-robin."""
-    cut = RoundRobinCut(share=setup.share, uneven=setup.uneven)
+    cut = RoundRobinCut(share=context.share, uneven=not context.trains)
     _refuse(cut, items)
-    order, _, _ = _order(process_rngs(), items, setup, shuffles=not _draws_by_itself(items))
-    # Only a list is read ahead: the state of any other iterable must be that of the loop.
-    at_hand = isinstance(items, (list, tuple))
-    most_steps = MOST_STEPS if at_hand else 1
+    order, _, _ = _order(process_rngs(), items, context, shuffles=not _draws_by_itself(items))
+    # Only a list is read ahead: any other iterable may have a state, which follows the loop.
+    most_steps = MOST_STEPS if isinstance(items, (list, tuple)) else 1
     index = IndexSource(items, items, cut, order, most_steps=most_steps, eager=True)
     return Reading(source=index, order=order, index=index, position=own_position(items), epochal=_epochal(items, items))
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, TypeAlias, final
 
+from fabric.strategies.data.partition import Joined
 from fabric.strategies.data.rng import SharedRngs
-from fabric.strategies.data.share import Joined
 from fabric.strategies.data.uneven import Agreed
 
 End: TypeAlias = Callable[[bool], None]
@@ -188,7 +188,7 @@ class RepeatedBatches:
         self._received: Counter[tuple[object, float]] = Counter()
         """The number of batches since the last backward, by iteration over a loader and factor."""
         self._factor = 1.0
-        """That of the last backward."""
+        """The factor of the last backward."""
         self._iterations: dict[object, bool] = {}
         """Iterations whose batches had a backward; whether the loop had read ahead before the first."""
 
@@ -249,7 +249,7 @@ _WHICH_BATCH = (
     '`uneven="stop"`.'
 )
 NOT_COUNTED = (
-    "on batches of which some ranks had none: their data had ended, they repeated a batch "
+    "on batches that some ranks did not have: their data had ended, they repeated a batch "
     '(`uneven="repeat"`), and no `fabric.backward` has followed that would count it zero. Call `fabric.backward(loss)` '
     'instead of `loss.backward()`, `fabric.average_gradients(...)` before the step, or pass `uneven="stop"`.'
 )

@@ -1,5 +1,7 @@
 """Partition an order of items into equal shares: every item on one rank, nothing padded, nothing dropped.
 
+A strategy chooses the `Share` of a rank. Ranks that hold parts of one model (tensor parallel) have the same share.
+
 There is a class for each kind of items. `SampleCut`: single samples; the ranks' batches of a step, concatenated, are
 the batch of one process with a batch size `count` times as large. `BatchCut`: batches of indices, distributed
 round-robin, the last ones split if necessary. `RoundRobinCut`: items that cannot be split, round-robin. All ranks get
@@ -14,15 +16,63 @@ rank has a sample at every step, and no sample is used twice. Only with B = 1 th
 
 from __future__ import annotations
 
+import random
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, final
 
-from fabric.strategies.data.epochs import Part
-from fabric.strategies.data.share import Share
+T = TypeVar("T")
+
+Use: TypeAlias = Literal["train", "validate", "test", "predict"]
+"""For `train` every rank has the same number of batches. For the others numbers may differ if the data requires it."""
+Uneven: TypeAlias = Literal["stop", "repeat"]
+"""What all ranks do when the first of them has no batch left: stop, or repeat their last batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The part `index` of `count` equal parts."""
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.index < self.count
+
+    def of(self, items: Sequence[T]) -> Sequence[T]:
+        """This share of `items`: contiguous, in order, and at most one longer than any other share."""
+        size, longer = divmod(len(items), self.count)
+        start = self.index * size + min(self.index, longer)
+        return items[start : start + size + (self.index < longer)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """The number of shares that are read as one, and whether the samples of each batch are permuted."""
+
+    count: int
+    permuted: bool
+
+    def order(self, samples: list[Any]) -> list[Any]:
+        """The samples of a batch, permuted if asked for: by their number alone, so that a run can be repeated."""
+        return random.Random(len(samples)).sample(samples, len(samples)) if self.permuted else samples
+
+    def shares(self) -> list[Share]:
+        """The shares, in the order of ranks."""
+        return [Share(index=index, count=self.count) for index in range(self.count)]
+
+
+class Part(NamedTuple):
+    """One rank's batch of a step."""
+
+    batch: Any
+    end: int
+    """Number of samples that all ranks together have read in this iteration, up to the end of this step."""
+    is_unequal: bool = False
+    """Whether the ranks' batches of this step have different numbers of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,3 +306,28 @@ def warn_of_rest(num_items: int, share: Share) -> None:
 def _size(batch: object) -> int:
     """How many samples a batch of indices has."""
     return len(batch) if isinstance(batch, Sized) else 1
+
+
+_END = object()
+
+
+def once(iterator: Iterator[T]) -> Iterator[T]:
+    """The same items, by `next` alone.
+
+    `islice`, `zip` and `for` call `iter` on it, with which the iterators of some streams (litdata's) begin again. For
+    generators, and iterators of lists and ranges, it does nothing.
+    """
+    return iterator if type(iterator).__module__ == "builtins" else _by_next(iterator)
+
+
+def _by_next(iterator: Iterator[T]) -> Iterator[T]:
+    while (item := next(iterator, _END)) is not _END:
+        yield item  # type: ignore[misc]
+
+
+def length_of(something: object) -> int | None:
+    """`len(something)`, None if it has no length."""
+    try:
+        return len(something)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None

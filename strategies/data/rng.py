@@ -1,16 +1,16 @@
-"""Random generators: the states from which the order of an epoch is drawn, and ranks that draw apart.
+"""Random generators: the states from which the order of an epoch is drawn, and how ranks diverge.
 
-In one process the order is drawn from torch's, `random`'s and numpy's generators and those of the sampler, as they are.
+In one process the order is drawn from the generators of torch, `random`, numpy and the sampler, as they are.
 Ranks that share an order draw it from copies of rank 0's states: these replace the states of the generators during a
 draw, and the former ones are restored. That costs about 40 us per draw, and 0.6 ms where numpy is imported; for torch's
 own samplers, 8 us. So indices are drawn in chunks. Another thread that draws at the same time sees the replaced states.
 
-# Note [Ranks draw apart]
+# Note [Generators diverge]
 Ranks seeded alike initialise equal weights and make equal data. After that, dropout, noise and augmentation must differ
 between shares of the data, and be equal on ranks that hold parts of one model. So ranks part once: the set-up of a
 model, or of a loader that splits data, finds which generators all ranks have in the same state, and at the next batch
 of a prepared loader or forward, each share but the first seeds them from that state and its index. Seeds that the
-program sets stand: those that differ by rank, and those set after the set-up.
+program sets stand, if they differ by rank or are set after the set-up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fabric.strategies.data.share import Share
+from fabric.strategies.data.partition import Share
 from fabric.strategies.tensors.rng import Rng
 
 
@@ -135,7 +135,7 @@ class SharedRngs:
     def __init__(self) -> None:
         self.states: dict[str, Any] = {}
         self.agreed = self.states
-        """Those after the latest set-up or epoch of training: equal on all ranks."""
+        """The states after the latest set-up or epoch of training: equal on all ranks."""
         self.written: dict[str, str] = {}
         """Digests of the states that the generators of this process were given last; "" if the program used them."""
         self.num_loaders, self._num_alike = 0, -1
@@ -169,7 +169,7 @@ def _hex(state: Any) -> str:
 
 
 @final
-class Streams:
+class EpochRngs:
     """The random states from which the order of an epoch is drawn, of the process's generators and the sampler's `own`.
 
     Without `shared` and `start`, the order is drawn from the generators as they are. Otherwise these have other states
@@ -229,7 +229,7 @@ class Streams:
                 self.release()
 
     def move(self, states: list[Any]) -> None:
-        """Go on from these states; `shared` does, too, unless another loader has moved it since."""
+        """Go on from these states. `shared` goes along, unless another loader has moved it since."""
         self._states, shared = states, self._shared
         if shared is None or not self.follows:
             return
@@ -269,7 +269,7 @@ class Streams:
         self._is_joint = False
 
     def release(self) -> None:
-        """Draw from the generators as they are from here on; those of the sampler go on from this epoch's states."""
+        """Draw from the generators as they are from here on; the sampler's go on from this epoch's states."""
         self._is_released = True
         if self._states is not None and not self._inside:
             write_all(self._own, self.own_states)
@@ -282,12 +282,12 @@ class Streams:
 
     @property
     def own_states(self) -> list[Any]:
-        """Those of the sampler's generators."""
+        """The states of the sampler's generators."""
         return self.states[len(self._names) :]
 
     @property
     def own_start(self) -> list[Any]:
-        """Those with which the epoch began."""
+        """The states of the sampler's generators when the epoch began."""
         return (self.start or [])[len(self._names) :]
 
 
@@ -307,8 +307,8 @@ def write_all(rngs: Sequence[Rng], states: Sequence[Any]) -> None:
 
 
 @final
-class DrawsApart:
-    """Makes the generators of one rank differ from those of other shares."""
+class GeneratorDivergence:
+    """Makes the generators of ranks with different shares diverge."""
 
     def __init__(self) -> None:
         self._states: dict[str, bytes] = {}
@@ -317,7 +317,7 @@ class DrawsApart:
         self.is_on = True
         """Whether ranks are to part at all."""
 
-    def agree(
+    def compare(
         self, share: Share, num_ranks: int, start: Callable[[Sequence[float]], Callable[[], Sequence[float]]]
     ) -> None:
         """Find which generators are in the same state on all ranks. Ranks: all. `start`: see `Votes.start`."""
@@ -332,8 +332,8 @@ class DrawsApart:
             found = zip(states.items(), equal, strict=True)
             self._states |= {name: state for (name, state), is_equal in found if is_equal and state}
 
-    def part(self, share: Share) -> None:
-        """Seed the generators that were found; if the program has seeded torch's since, only those as they were."""
+    def diverge(self, share: Share) -> None:
+        """Seed the generators that were found. If the program has seeded torch's since, skip those that have moved."""
         if not self._states:
             return
         states, self._states = self._states, {}

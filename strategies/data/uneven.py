@@ -18,7 +18,7 @@ from functools import cache
 from itertools import count
 from typing import Any, NamedTuple, final
 
-from fabric.strategies.data.share import Uneven
+from fabric.strategies.data.partition import Uneven
 
 _END = object()
 _NOTHING_OF_ONE = 2**20
@@ -72,7 +72,7 @@ class Agreement:
         """Whether a rank may get a batch again."""
 
     def __call__(self, batches: Iterator[Any], example: Callable[[], Any], *, has_ended: bool = False) -> Agreed:
-        """One iteration. `batches`: those of this rank. `has_ended`: it resumes where this rank had none left.
+        """One iteration. `batches`: this rank's. `has_ended`: it resumes where this rank had no batch left.
 
         `example`: returns the batch to repeat if `batches` is empty; None if there is no data at all.
         Raises, while the batches are iterated: RuntimeError: on every rank, if ranks are at different batches, have

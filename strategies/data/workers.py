@@ -17,7 +17,6 @@ import os
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from multiprocessing import active_children, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -25,11 +24,11 @@ from multiprocessing.util import Finalize
 from typing import Any, final
 from weakref import WeakSet
 
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from fabric.strategies.data.epochs import Epoch
-from fabric.strategies.data.iterable import PreparedStream
 from fabric.strategies.data.rng import mix, seed_process
+from fabric.strategies.data.sources import PreparedStream, SeededDataset
 
 MIN_CORES = 4
 """With fewer cores, workers would take time from the training process itself. A guess, not a measurement."""
@@ -112,7 +111,7 @@ def advice(loader: DataLoader[Any], launcher: str, num_cores: int) -> str | None
 
 @cache
 def _workers_of(rank_pid: int) -> WeakSet[BaseProcess]:
-    """The workers that the process has started; when it exits, those that still run are killed."""
+    """The workers that the process has started. Workers that still run when it exits are killed."""
     workers: WeakSet[BaseProcess] = WeakSet()
     Finalize(None, _kill, (workers,), exitpriority=0)  # before `multiprocessing` terminates its children and waits
     return workers
@@ -133,50 +132,3 @@ def _ignore_stop_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Seeded:
-    """An index or the indices of a batch, with a seed."""
-
-    value: Any
-    seed: int
-
-
-@final
-class SeededDataset(Dataset[Any]):
-    """The user's map-style dataset; seeds the worker's generators before it loads. Delegates other attributes."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.dataset[_seeded(index)]
-
-    def __getitems__(self, indices: Any) -> Any:
-        indices = _seeded(indices)
-        load = getattr(self.dataset, "__getitems__", None)
-        return load(indices) if load else [self.dataset[index] for index in indices]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "dataset":
-            object.__setattr__(self, name, value)
-        else:  # a `worker_init_fn` that writes to `get_worker_info().dataset`
-            setattr(self.dataset, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-
-def _seeded(indices: Any) -> Any:
-    """The plain indices; seeds the generators of the process if they carry a seed."""
-    if not isinstance(indices, Seeded):
-        return indices
-    seed_process(indices.seed)
-    return indices.value

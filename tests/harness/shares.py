@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fabric.strategies.data.content import Ranks
-from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dataloader
+from fabric.strategies.data.comparison import Ranks
+from fabric.strategies.data.loaders import DeviceLoader, LoaderContext, Share, Use, process_dataloader
 from fabric.strategies.data.loop_progress import LoopProgress
 
 
@@ -61,18 +61,17 @@ def share_out(
 
         with turn:
             try:
-                results[index] = process_dataloader(
-                    make(index) if callable(make) else make[index],
-                    use,
+                context = LoaderContext(
                     share=shares[index] if shares else Share(index=index, count=count),
-                    device=torch.device("cpu"),
-                    distribute=distribute,
-                    move=True,
-                    launcher="inline",
                     ranks=ranks_by(agree, count, led.setdefault if index == 0 else lambda name, obj: led[name]),
+                    device=torch.device("cpu"),
+                    launcher="inline",
                     progress=numbers[index] if numbers else LoopProgress(),
                     report=reported.append if reported is not None and index == 0 else lambda sentence: None,
+                    use=use,
                 )
+                loader = make(index) if callable(make) else make[index]
+                results[index] = process_dataloader(loader, context, distribute=distribute)
             except Exception as error:
                 results[index] = error
 

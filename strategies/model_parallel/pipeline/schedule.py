@@ -90,7 +90,7 @@ class PipelineGradientSync(GradientSync):
         """The forward of the user's model. Only the signature of `function`, its original forward, is used."""
         self.uninitialized.check(self.peers)  # not all ranks: other stages may have no empty tensors
         self.additions.refuse()
-        self.runtime.draw_apart()
+        self.runtime.diverge_generators()
         batch = _read(function, args, kwargs)
         if casts(self.runtime.precision):
             batch = _Batch(*cast_inputs(self.runtime.precision, (batch.args, batch.kwargs, batch.target)))

@@ -17,7 +17,7 @@ from fabric import Fabric
 from fabric.loop.gather_for_metrics import gather_for_metrics
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.data.device_loader import DeviceLoader, Reading
-from fabric.strategies.data.share import Share
+from fabric.strategies.data.partition import Share
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.loader_hook import votes_over
 

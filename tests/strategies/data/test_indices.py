@@ -26,7 +26,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric.strategies.data.loop_progress import LoopProgress
-from fabric.strategies.data.share import Share
+from fabric.strategies.data.partition import Share
 
 TORCHDATA_BEHIND = "ignore:'set_vital' is deprecated"  # torchdata 0.11 with torch 2.13
 

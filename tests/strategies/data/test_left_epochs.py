@@ -152,7 +152,7 @@ def test_an_iterator_that_was_made_before_the_state_was_loaded_begins_where_it_w
 
 
 def windows(loader: Any, numbers: LoopProgress) -> Iterator[list[Any]]:
-    return Accumulation().windows(loader, 4, nullcontext, numbers.ahead)  # type: ignore[arg-type,return-value]
+    return Accumulation(numbers).windows(loader, 4, nullcontext)  # type: ignore[arg-type,return-value]
 
 
 @pytest.mark.parametrize("name", MORE)

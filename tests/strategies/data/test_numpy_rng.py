@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from fabric.strategies.data.rng import Streams, process_rngs, read_all
+from fabric.strategies.data.rng import EpochRngs, process_rngs, read_all
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +19,9 @@ def restored() -> Iterator[None]:
     np.random.set_state(state)
 
 
-def streams() -> Streams:
+def streams() -> EpochRngs:
     rngs = process_rngs()
-    return Streams(rngs, [], read_all([*rngs.values()]))
+    return EpochRngs(rngs, [], read_all([*rngs.values()]))
 
 
 def test_another_bit_generator_is_kept_apart() -> None:

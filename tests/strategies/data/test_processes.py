@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from worlds import run_world
 
 from fabric.launchers.world import World
-from fabric.strategies.data.loaders import DeviceLoader, Share, process_dataloader
+from fabric.strategies.data.loaders import DeviceLoader, LoaderContext, Share, process_dataloader
 from fabric.strategies.data.loop_progress import LoopProgress
 
 
@@ -27,18 +27,15 @@ def shared(world: World, loader: Any) -> DeviceLoader:
         distributed.all_gather_object(votes, obj)
         return votes
 
-    loader = process_dataloader(
-        loader,
-        "train",
+    context = LoaderContext(
         share=Share(index=world.rank, count=world.size),
-        device=torch.device("cpu"),
-        distribute=True,
-        move=True,
-        launcher=world.launcher,
         ranks=ranks_by(gather, world.size),
+        device=torch.device("cpu"),
+        launcher=world.launcher,
         progress=LoopProgress(),
         report=lambda sentence: None,
     )
+    loader = process_dataloader(loader, context)
     distributed.destroy_process_group()
     return loader
 

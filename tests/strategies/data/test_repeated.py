@@ -180,7 +180,7 @@ def test_loops_in_which_a_repeated_batch_would_count_raise_on_every_rank() -> No
     assert first == second
     for words in first[:3]:
         assert "received several batches before `fabric.backward`, some repeated and some not: it reads ahead" in words
-    assert first[3].startswith("`SGD.step()` on batches of which some ranks had none: their data had ended, they repea")
+    assert first[3].startswith("`SGD.step()` on batches that some ranks did not have: their data had ended, they repea")
 
 
 def average_by_hand(world: World) -> list[Tensor]:

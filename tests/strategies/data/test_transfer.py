@@ -13,7 +13,7 @@ from shares import ranks_by
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabric.strategies.data.loaders import DeviceLoader, Share, process_dataloader
+from fabric.strategies.data.loaders import DeviceLoader, LoaderContext, Share, process_dataloader
 from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.transfer import move, one_ahead
 
@@ -43,18 +43,15 @@ class Graph:
 
 
 def loader_on(device: torch.device, loader: Any, *, move: bool = True) -> DeviceLoader:
-    return process_dataloader(
-        loader,
-        "train",
+    context = LoaderContext(
         share=Share(),
-        device=device,
-        distribute=True,
-        move=move,
-        launcher="inline",
         ranks=ranks_by(lambda obj: [obj], 1),
+        device=device,
+        launcher="inline",
         progress=LoopProgress(),
         report=lambda sentence: None,
     )
+    return process_dataloader(loader, context, move=move)
 
 
 def test_nested_batches_are_moved_and_keep_their_types() -> None:

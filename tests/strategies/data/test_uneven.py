@@ -23,7 +23,7 @@ from fabric import Fabric
 from fabric.launchers.launcher import WorkerError
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.data.share import Uneven
+from fabric.strategies.data.partition import Uneven
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.loader_hook import votes_over
 

@@ -62,7 +62,7 @@ class Ranks:
 
 
 def agree_on_loader(described: Mapping[str, Any], own: Sequence[Rng], ranks: Ranks) -> bool:
-    """Check that all ranks have the same description; return whether the states of their generators are equal, too.
+    """Check that all ranks have the same description; return whether the states of their generators are equal.
     The keys are the names that an error shows.
 
     Ranks: all call it. Raises: ValueError: on every rank, if descriptions differ.

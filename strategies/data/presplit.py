@@ -2,7 +2,7 @@
 
 Recognised by attributes of a sampler, an iterable dataset or a node of a pipeline that hold a rank and a number of
 ranks (`ATTRIBUTES`). A map-style dataset that was split before (`datasets.Dataset.shard`, `Subset`) has none; there
-ranks find that their data differs: see `content.py`.
+ranks find that their data differs: see `comparison.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabric.strategies.data.share import Share
+from fabric.strategies.data.partition import Share
 
 ATTRIBUTES = (
     ("num_replicas", "rank"),  # torch, torchdata, transformers, timm and torchvision: samplers
