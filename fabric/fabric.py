@@ -264,8 +264,9 @@ class Fabric:
             )
         return vars(self)
 
-    def __exit__(self, kind: object, exception: object, traceback: object) -> None:
+    def __exit__(self, kind: object, exception: BaseException | None, traceback: object) -> None:
         if exception is not None and self._session is not None:
+            self._session.explain(exception)
             self._session.moments.clear()
         self.close()
 
@@ -908,7 +909,9 @@ def _run(world: World, fabric: Fabric, function: Callable[..., T], args: tuple[A
     fabric._connect(world)
     try:
         result: T = move(function(fabric, *args, **kwargs), torch.device("cpu"))
-    except BaseException:
+    except BaseException as error:
+        if fabric._session is not None:
+            fabric._session.explain(error)
         if world.size == 1:  # otherwise the process ends, and the connection must outlive the error report
             fabric.close()
         raise

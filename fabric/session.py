@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, final
 from fabric.checks.check import Check, Moments
 from fabric.checks.nonfinite import Divergence, GradientGuard
 from fabric.checks.sanitizer import Sanitizer, Watch
+from fabric.checks.shard_errors import explain_shards, shards_explained
 from fabric.configure.determinism import determinism
 from fabric.configure.request import Request
 from fabric.configure.resolve import Resolved
@@ -68,6 +69,8 @@ class Session:
                 report_after = request.report_after_seconds
                 stack.callback(Watcher(world, store, journal, report_after, self.progress_in_words).close)
             runtime.collective.progress = self.progress_in_words
+            if runtime.layout.weights == "shards":
+                stack.enter_context(shards_explained())
             atexit.register(self._close_at_exit)
             stack.callback(atexit.unregister, self._close_at_exit)
             stack.callback(self.forget)  # before the teardown: models hold on to the process group
@@ -87,6 +90,11 @@ class Session:
             if sys.exc_info()[1] is None and "last_value" not in vars(sys):
                 for moment in self.moments.closing:
                     moment()
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an error with which the user's code ends what is known of its cause."""
+        if self.runtime.layout.weights == "shards":
+            explain_shards(error)
 
     def forget(self) -> None:
         """Drop all references to the objects that were set up."""
