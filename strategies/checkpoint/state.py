@@ -221,7 +221,7 @@ class LoaderAccess(ABC):
 
     @abstractmethod
     def read(self, name: str, loader: Any, *, gathered: bool) -> Any:
-        """The loader's state, or `SKIPPED`; `name`: the entry in the state to save. `gathered`: see `state_of`."""
+        """The loader's state, or `SKIPPED`; `name`: the entry in the state. `gathered`: see `ObjectStates.read`."""
 
     @abstractmethod
     def write(self, name: str, loader: Any, content: Any) -> None:
