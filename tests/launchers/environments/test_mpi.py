@@ -85,7 +85,9 @@ def test_several_nodes_without_an_address_are_an_error_at_once() -> None:
 @pytest.mark.parametrize(("local_rank", "local_size"), [("0", "2"), ("1", "3")], ids=["node by node", "unequal nodes"])
 def test_ranks_without_a_node_are_an_error(local_rank: str, local_size: str) -> None:
     environ = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": local_rank, "OMPI_COMM_WORLD_LOCAL_SIZE": local_size}
-    words = rf"OMPI_COMM_WORLD_LOCAL_SIZE={local_size}: the node of this rank cannot be computed .* `mpirun --map-by slot`"
+    words = (
+        rf"OMPI_COMM_WORLD_LOCAL_SIZE={local_size}: the node of this rank cannot be computed .* `mpirun --map-by slot`"
+    )
     with pytest.raises(ValueError, match=words):
         detect_world({**environ, "MASTER_ADDR": "n1"})
 
