@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from types import TracebackType
 
 WORDS = re.compile(
-    r"got mixed torch\.Tensor and DTensor|in-place operations that require placement changes|size of tensor a \(\d+\) must"
-    r"|size mismatch, got|Dimension out of range|too many indices for tensor|is invalid for input of size"
+    r"got mixed torch\.Tensor and DTensor|in-place operations that require placement changes|size of tensor a \(\d+\) "
+    r"must|size mismatch, got|Dimension out of range|too many indices for tensor|is invalid for input of size"
 )
 """What torch says of a mask, a penalty, a norm of rows, slow weights, and `torch.nn.utils.prune`."""
 
@@ -40,6 +40,6 @@ def shards_explained() -> Iterator[None]:
 
 _NOTE = (
     "If one of these tensors is a parameter: outside of the model's forward, it is this rank's shard. Read parameters "
-    "within `fabric.gathered(model)`, where they are whole, change them within `fabric.gathered(model, write=True)`, and "
-    "prune before `fabric.setup`."
+    "within `fabric.gathered(model)`, where they are whole, change them within `fabric.gathered(model, write=True)`, "
+    "and prune before `fabric.setup`."
 )
