@@ -82,7 +82,10 @@ def main() -> None:
 
     text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
     windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, CONTEXT + 1, CONTEXT)
-    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(windows), args.batch_size, shuffle=True))
+    order = torch.Generator().manual_seed(1)  # the same batches however the model is split
+    loader = fabric.setup_dataloaders(
+        DataLoader(TensorDataset(windows), args.batch_size, shuffle=True, generator=order)
+    )
     model = GPT()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=2e-3))
     for step, (bytes_bt,) in enumerate(islice(loader, args.steps), start=1):

@@ -96,7 +96,6 @@ class RankFacts:
 class Step:
     """One step of one optimizer."""
 
-    optimizer: str
     loss: float
     """The mean over the ranks, or with `weight=` the sum, added up over the backward passes of the step."""
     learning_rates: Sequence[float]
@@ -122,7 +121,6 @@ class Record:
     num_ranks: int
     num_shares: int
     """Into how many parts the data was split."""
-    precision: str
     eps: float
     """The rounding of the dtype in which parameters are computed."""
     initial: Mapping[str, Sketch]
@@ -160,8 +158,6 @@ class Record:
                 for step in content.pop("steps")
             ]
             return cls(**content, steps=steps)
-        except FileNotFoundError:
-            raise ValueError(f"`{path}` is not a file. Write the path of a record that `--save` wrote.") from None
         except (AttributeError, EOFError, KeyError, OSError, TypeError, ValueError, zlib.error) as error:
             raise ValueError(f"`{path}` is no complete record of `fabric verify --save`: {error}.") from error
 

@@ -27,6 +27,7 @@ from fabric.strategies.data.partition import Joined
 from fabric.strategies.data.rng import digest, torch_rng
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.strategy import Strategy
 from fabric.strategies.tensors.nests import tensors_in
 from fabric.strategies.tensors.parameters import parameters_of
 
@@ -35,15 +36,15 @@ from fabric.strategies.tensors.parameters import parameters_of
 class Recorder(Check):
     """Writes the record of one fabric, and ends the program after the last step."""
 
-    def __init__(self, recording: Recording, strategy: str) -> None:
-        """`strategy`: its name, for the record."""
-        self.recording, self.strategy = recording, strategy
+    def __init__(self, recording: Recording, strategy: str | Strategy) -> None:
+        """`strategy`: as asked for, whose name the record has."""
+        self.recording = recording
+        self.strategy = strategy if isinstance(strategy, str) else type(strategy).__name__
 
     def connected(self, runtime: Runtime) -> None:
         self.runtime = runtime
         if self.recording.in_place_of is not None:
-            joined = Joined(count=self.recording.in_place_of, permuted=self.recording.permuted)
-            runtime.loop_progress.joined = joined
+            runtime.loop_progress.joined = Joined(count=self.recording.in_place_of, permuted=self.recording.permuted)
         self.models: dict[str, Prepared] = {}
         """By the prefix of their parameters' names."""
         self.num_optimizers = 0
@@ -51,8 +52,6 @@ class Recorder(Check):
         self.order: dict[str, None] = {}
         self.layers: set[str] = set()
         self.steps: list[Step] = []
-        self.facts: list[RankFacts] = []
-        """Of this rank, one for each step."""
         self.now = RankFacts()
         self.gradients: dict[str, dict[str, Sketch]] = {}
         """By the prefix of their model, until its optimizer steps."""
@@ -140,17 +139,16 @@ class Recorder(Check):
         unweighted = self.runtime.loop_progress.num_unweighted
         self.steps.append(
             Step(
-                optimizer=type(optimizer).__name__,
                 loss=self.loss,
                 learning_rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
                 is_weighted=unweighted == self.num_unweighted,
                 was_skipped=bool(optimizer.step_was_skipped),  # type: ignore[attr-defined]
                 gradients=gradients,
                 weights=self._weights(),
+                ranks=[self.now],
             )
         )
         self.num_unweighted = unweighted
-        self.facts.append(self.now)
         self.loss, self.now = 0.0, RankFacts()
         if len(self.steps) >= self.recording.num_steps * self.num_optimizers:
             self._write("steps")
@@ -164,25 +162,24 @@ class Recorder(Check):
         """Ranks: all."""
         self.is_done = True
         runtime = self.runtime
-        of_ranks = runtime.collective.all_gather_object((self.steps, self.facts, self.initial, self.order))
+        of_ranks = runtime.collective.all_gather_object((self.steps, self.initial, self.order))
         if not runtime.world.is_global_zero:
             return
-        all_steps, all_facts, initials, orders = zip(*of_ranks, strict=True)
+        all_steps, initials, orders = zip(*of_ranks, strict=True)
         automatic = "ddp" if runtime.world.size > 1 else "single_device"
         Record(
             strategy=automatic if self.strategy == "auto" else self.strategy,
             num_ranks=runtime.world.size,
             num_shares=runtime.share.count,
-            precision=runtime.precision.name,
             eps=torch.finfo(runtime.precision.compute_dtype).eps,
             initial=_first_of(initials),
             order=list(dict.fromkeys(name for order in orders for name in order)),
             layers=sorted(self.layers),
-            steps=[*map(self._merged, zip(*all_steps, strict=False), zip(*all_facts, strict=False))],
+            steps=[*map(self._merged, zip(*all_steps, strict=False))],
             ended=ended,
         ).save(Path(self.recording.path))
 
-    def _merged(self, steps: Sequence[Step], facts: Sequence[RankFacts]) -> Step:
+    def _merged(self, steps: Sequence[Step]) -> Step:
         """One step of all ranks. Ranks that hold parts of one model have one loss, and each may lack tensors."""
         mean = sum(step.loss for step in steps) / len(steps)
         return replace(
@@ -190,7 +187,7 @@ class Recorder(Check):
             loss=mean * self.runtime.share.count if steps[0].is_weighted else mean,
             gradients=_first_of([step.gradients for step in steps]),
             weights=_first_of([step.weights for step in steps]),
-            ranks=facts,
+            ranks=[step.ranks[0] for step in steps],
         )
 
     def _next_prefix(self) -> str:

@@ -94,13 +94,16 @@ class Request:
                 )
             written["precision"] = precision
         merged = _merge(written, typed)
+        checks = [plugin for plugin in plugins if isinstance(plugin, Check)]
+        if record is not None:  # the run is recorded, for `fabric verify`
+            from fabric.checks.record import Recording
+            from fabric.checks.recorder import Recorder
+
+            checks.insert(0, Recorder(Recording(**json.loads(str(record))), merged.get("strategy", "auto")))
         return cls(
             **merged,
             environment=_only([plugin for plugin in plugins if isinstance(plugin, Environment)]),
-            checks=(
-                *_recorder(record, merged.get("strategy", "auto")),
-                *(plugin for plugin in plugins if isinstance(plugin, Check)),
-            ),
+            checks=tuple(checks),
             callbacks=_several(arguments.get("callbacks")),
             loggers=_several(arguments.get("loggers")),
         )
@@ -113,17 +116,6 @@ class Request:
         if isinstance(self.strategy, Strategy):
             return self.strategy.launchers == ("inline",)
         return self.strategy == "single_device" or (self.strategy == "auto" and world.local_size > 1)
-
-
-def _recorder(option: str | bool | None, strategy: str | Strategy) -> tuple[Check, ...]:
-    """The check that records the run, for `fabric verify`."""
-    if option is None:
-        return ()
-    from fabric.checks.record import Recording
-    from fabric.checks.recorder import Recorder
-
-    name = strategy if isinstance(strategy, str) else type(strategy).__name__
-    return (Recorder(Recording(**json.loads(str(option))), name),)
 
 
 def _several(value: object) -> tuple[Any, ...]:

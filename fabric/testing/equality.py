@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any
 
 from fabric.configure.run_options import program_of
+from fabric.strategies.strategy import Strategy
 from fabric.verify.runs import Verdict, Verification, start_function, start_program
 
 
 def verify(
     program: str | os.PathLike[str] | Callable[..., object],
     *args: Any,
-    strategy: str = "ddp",
+    strategy: str | Strategy = "ddp",
     devices: int = 2,
     steps: int = 8,
     tolerance: float | None = None,

@@ -10,11 +10,6 @@ from fabric.strategies.tensors.parameters import name_some
 from fabric.verify.comparison import Difference
 
 
-def causes(reference: Record, run: Record, difference: Difference) -> list[str]:
-    """Sentences, the likeliest first. Empty: nothing in the records explains the difference."""
-    return list(dict.fromkeys(_causes(reference, run, difference)))
-
-
 def causes_of_chaos(one: Step, two: Step) -> list[str]:
     """Why two runs of one process, which differ in the order of samples alone, part in this step."""
     found = [_OTHER_SAMPLES] if _reads_other_samples(one, two) else []
@@ -43,7 +38,8 @@ def _is_near(factor: float, number: float) -> bool:
     return abs(factor / number - 1) < 5e-3 if number else False
 
 
-def _causes(reference: Record, run: Record, difference: Difference) -> Iterator[str]:
+def causes(reference: Record, run: Record, difference: Difference) -> Iterator[str]:
+    """Sentences, the likeliest first. Empty: nothing in the records explains the difference."""
     if difference.step == 0:
         yield _SEED
         return
@@ -81,13 +77,10 @@ def _counts(ranks: Sequence[RankFacts]) -> Iterator[list[int]]:
 
 def _reads_other_samples(step: Step, other: Step) -> bool:
     """Whether the samples differ, where that can be known: padding to another length changes a sample's tensors."""
-    ours, theirs = [rank for rank in step.ranks if rank.num_batches], [rank for rank in other.ranks if rank.num_batches]
-    if bool(ours) != bool(theirs):
-        return True
-    shapes = {tuple(map(tuple, rank.shapes)) for rank in (*ours, *theirs)}
-    if len(shapes) != 1:
-        return sum(rank.num_samples for rank in ours) != sum(rank.num_samples for rank in theirs)
-    return sum(rank.data for rank in ours) != sum(rank.data for rank in theirs)
+    ranks = (*step.ranks, *other.ranks)
+    is_padded = len({tuple(map(tuple, rank.shapes)) for rank in ranks}) > 1
+    ours, theirs = (sum(rank.num_samples if is_padded else rank.data for rank in each.ranks) for each in (step, other))
+    return ours != theirs
 
 
 def _rates(step: Step) -> str:

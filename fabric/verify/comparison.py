@@ -52,12 +52,10 @@ class Comparison:
     """What was found."""
 
     num_compared: int
-    """Steps in which the run was compared."""
+    """Steps in which the run was compared: all of both, or those before a difference, or before the references part."""
     largest: float
     """The greatest relative difference of a tensor in the steps that were compared."""
     difference: Difference | None = None
-    parted_at: int | None = None
-    """The step at which the two references part, so that it and later ones were not compared."""
 
 
 def compare(reference: Record, permuted: Record | None, run: Record, tolerance: float | None) -> Comparison:
@@ -71,8 +69,8 @@ def compare(reference: Record, permuted: Record | None, run: Record, tolerance: 
     largest = 0.0
     for number in range(-1, min(len(reference.steps), len(run.steps))):
         spread = _spread(reference, permuted, number) if permuted is not None and is_measured else 0.0
-        if not spread <= _largest_spread(eps):
-            return Comparison(num_compared=number, parted_at=number + 1, largest=largest)
+        if spread > (5e-3 if eps < 1e-4 else 2e-2):  # more than rounding
+            return Comparison(num_compared=number, largest=largest)
         if is_measured:
             relative = MARGIN * spread + min(UNITS * eps, 0.02)
         else:
@@ -110,17 +108,10 @@ def why_nothing(record: Record) -> str | None:
     return None
 
 
-def _largest_spread(eps: float) -> float:
-    """The relative distance of two references from which on steps are not compared: it is more than rounding."""
-    return 5e-3 if eps < 1e-4 else 2e-2
-
-
 def _spread(reference: Record, permuted: Record, number: int) -> float:
     """The relative distance of the gradients of two references, all together; infinite where one has ended."""
-    if number < 0:
-        return 0.0
-    if number >= len(permuted.steps):
-        return math.inf
+    if not 0 <= number < len(permuted.steps):
+        return math.inf if number >= 0 else 0.0
     one, two = reference.steps[number].gradients, permuted.steps[number].gradients
     square = sum(sketch[0] ** 2 for sketch in one.values())
     away = sum(distance(sketch, two.get(name, _ABSENT)) ** 2 for name, sketch in one.items())

@@ -87,12 +87,13 @@ class Verification:
                 run.save(Path(save))
             if known is not None:
                 _refuse_other_model(known, run, str(against))
+            elif against is not None:
+                known = record(f"under {against}", {**self.options, "strategy": against})
+            if known is not None:
                 return judge(known, None, run, self.tolerance)
-            options = self._options("accelerator", "precision")
-            if against is not None:
-                others = {**options, **self._options("devices", "num_nodes"), "strategy": against}
-                return judge(record(f"under {against}", others), None, run, self.tolerance)
-            one, shares = {**options, **REFERENCE}, run.num_shares
+            shares = run.num_shares
+            one = {name: self.options[name] for name in self.options if name in ("accelerator", "precision")}
+            one |= REFERENCE
             reference = record("in one process", one, in_place_of=shares)
             if shares > 1 and reference.samples_of_first_step == shares * run.samples_of_first_step > 0:
                 shares = 1  # the program divides its batches by `world_size`: one process reads global ones by itself
@@ -112,9 +113,6 @@ class Verification:
             raise ProgramError(refusal)
         without = "ended {} without a record: it launches no `Fabric`, or leaves before `fabric.close()`; it printed"
         raise ProgramError(f"The program {('failed {}' if code else without).format(words)}:\n{said}")
-
-    def _options(self, *names: str) -> dict[str, Any]:
-        return {name: value for name, value in self.options.items() if name in names}
 
 
 def start_program(
@@ -144,7 +142,7 @@ def start_function(
 
     try:
         with preserved_rngs():
-            recorder = Recorder(recording, str(options["strategy"]))
+            recorder = Recorder(recording, options["strategy"])
             Fabric(**options, plugins=[recorder]).launch(_run, function, args)
     except Exception as error:
         return 1, "".join(format_exception(error)).strip()
@@ -178,7 +176,7 @@ def judge(reference: Record, permuted: Record | None, run: Record, tolerance: fl
             else f"differs from that of {whose} by {difference.relative:.2g} of its norm"
         )
         sentence = f"The runs part in {when}: the {difference.kind} of `{difference.name}` under {who} {how}."
-        return verdict(sentence=sentence, causes=causes(reference, run, difference))
+        return verdict(sentence=sentence, causes=[*causes(reference, run, difference)])
     if permuted is not None and found.num_compared == 0:
         sentence = (
             "Nothing was compared: two runs of one process, with the samples of each batch in another order, part in "
@@ -192,10 +190,8 @@ def judge(reference: Record, permuted: Record | None, run: Record, tolerance: fl
         f"The numbers of {whose}: {who} is equal in {found.num_compared} step{'s' * (found.num_compared != 1)}, within "
         f"the rounding of this model (at most {found.largest:.1e} of a tensor's norm)."
     )
-    if found.parted_at is not None:
-        sentence += (
-            f" From step {found.parted_at} on two runs of one process part themselves: nothing is compared there."
-        )
+    if found.num_compared < min(ours, theirs):
+        sentence += " From then on two runs of one process part themselves: nothing is compared there."
     if run.ended == "program":
         sentence += " The program ended then, before the number of steps that was asked for."
     return verdict(is_equal=True, sentence=sentence)

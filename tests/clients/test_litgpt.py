@@ -7,6 +7,7 @@ Lightning Fabric has no FSDP on the processor, so sharded runs are compared with
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -86,3 +87,22 @@ def test_adapters_that_the_script_leaves_without_values_under_ddp_are_initialise
     assert [name for name, _ in under_ddp] == [name for name, _ in under_fsdp]
     for (_, one), (_, other) in zip(under_ddp, under_fsdp, strict=True):
         assert one == pytest.approx(other, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["ddp", "script", "deepspeed_stage_2"], ids=["ddp", "fsdp", "deepspeed_stage_2"])
+def test_pretraining_is_verified_to_have_the_numbers_of_one_process(strategy: str, tmp_path: Path) -> None:
+    call(str(tmp_path / "tiny"))
+    words = f"{tmp_path / 'tiny'} fabric pretrain {strategy} 2 {tmp_path}"
+    ended = subprocess.run(
+        [sys.executable, "-m", "fabric", "verify", "--steps", "4", "--json", str(RUN), "tiny"],
+        env={**os.environ, "LITGPT_RUN": words, "TORCHDYNAMO_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    verdict = json.loads(ended.stdout)["verdict"]
+    assert verdict.startswith("The numbers of one process: ")
+    assert "in 4 steps" in verdict

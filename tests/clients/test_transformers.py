@@ -26,6 +26,7 @@ from fabric.strategies import (
 )
 from fabric.strategies.registry import make_strategy
 from fabric.strategies.tensors.wrapper_subclass import plain_state
+from fabric.testing import verify
 
 ALL = ("gpt2", "llama", "llama_lora", *QUANTISED, "vit", "t5", "mixtral", "switch")
 """`switch_apart` runs where ranks may use different parameters, and under ddp, which raises. Under others, messages
@@ -156,6 +157,17 @@ def test_each_model_is_trained_as_in_one_process_or_the_strategy_raises_what_it_
             atol=TOLERANCE,
             msg=lambda words, model=model: f"{model}: {words}",
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [(name, model) for name in ROWS if ROWS[name].devices > 1 for model in ("gpt2", "llama_lora", "t5")],
+)
+def test_each_strategy_is_verified_on_models_of_transformers(name: str, model: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    words = {"strategy": row.strategy, "devices": row.devices, "launcher": "forkserver"}
+    verdict = verify(training.train, model, str(tmp_path), steps=training.STEPS, **words)
+    assert verdict.is_equal, verdict.sentence
 
 
 @pytest.mark.parametrize("name", ROWS)

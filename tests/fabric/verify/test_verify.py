@@ -4,6 +4,7 @@ nothing."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -148,12 +149,12 @@ def a_batch_size_over_the_world_size(fabric: Fabric) -> None:
 
 def an_average_of_weights(fabric: Fabric) -> None:
     torch.manual_seed(0)
-    average = {name: value.detach().clone() for name, value in mlp().state_dict().items()}
+    average = None
     for model in steps(fabric, mlp(), samples(), squares):
-        with torch.no_grad():
-            for name, value in model.state_dict().items():
-                if type(value) is type(average[name]):  # shards of FSDP are averaged by `EMAWeights` alone
-                    average[name].lerp_(value, 0.1)
+        average = average or fabric.ema(model, 0.9)
+        average.update()
+        with average.applied(), torch.no_grad():
+            model(torch.ones(2, 8))
 
 
 class Words(nn.Module):
@@ -602,3 +603,26 @@ def test_a_program_without_a_record_is_a_sentence_with_its_output(script: str, w
     missing = command("nowhere.py", at=tmp_path)
     assert missing.returncode == 2
     assert "`nowhere.py` is not a file" in missing.stderr
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "verify.md"
+
+
+def rounded(text: str) -> str:
+    """The words of a text, with figures to three digits, and rounding errors as nothing."""
+
+    def short(found: re.Match[str]) -> str:
+        number = float(found[0])
+        return f"{number:.3g}" if number > 1e-4 else "0"
+
+    return " ".join(re.sub(r"\d+\.\d+(e[-+]\d+)?", short, text).split())
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize(("factor", "steps"), [("", "2"), (" / fabric.world_size", "1")], ids=["good", "bad"])
+def test_the_page_shows_what_the_command_prints(factor: str, steps: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace(" * float(sys.argv[1])", factor))
+    ended = command("--strategy", "fsdp", "--steps", steps, "train.py", at=tmp_path)
+    assert ended.returncode == bool(factor), ended.stderr
+    assert rounded(ended.stdout) in rounded(PAGE.read_text())
