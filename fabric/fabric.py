@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from fabric.checks.nonfinite import GradientGuard, OnNonfinite
 from fabric.checks.sanitizer import Sanitize
-from fabric.configure.arguments import check_limits, check_loader_options, check_module, check_optimizers, check_word
+from fabric.configure import arguments
 from fabric.configure.machine import Machine
 from fabric.configure.options import DEFAULT_REPORT_AFTER_SECONDS
 from fabric.configure.request import Request
@@ -34,7 +34,7 @@ from fabric.loop.moving_average import MovingAverage
 from fabric.loop.seed import seed_everything
 from fabric.loop.weighting import average_over_ranks
 from fabric.output.callbacks import call
-from fabric.output.logger import metric_writer, report_open_run
+from fabric.output.logger import metric_writer, number_of, report_open_run
 from fabric.output.progress import progress
 from fabric.session import Session
 from fabric.strategies.accelerators.accelerator import Accelerator
@@ -118,13 +118,12 @@ class Fabric:
         log_dir: str | os.PathLike[str] | None = None,
         prefix_output: bool = False,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name != "self"}
-        request = Request.build(arguments, os.environ)
+        given = {name: value for name, value in locals().items() if name != "self"}
+        self._request = request = Request.build(given, os.environ)
         self._configuration = resolve(request, Machine.look(os.environ, request))
         self._callbacks, self._loggers = request.callbacks, list(request.loggers)
         for one in self._loggers:
             metric_writer(one)  # raises if it has no method that takes metrics
-        self._request = request
         self._place: World | None = self._configuration.world  # set once this process is a rank, and kept after `close`
         self._session: Session | None = None  # between `launch` and `close`
         self.draws_apart = True
@@ -309,8 +308,8 @@ class Fabric:
         Raises: ValueError: an object was set up before, or the strategy does not support a parameter of an optimizer.
         CollectiveError: on every rank, if the names, shapes or dtypes of its tensors differ over ranks (not `manual`).
         """
-        check_module(module)
-        check_optimizers(optimizers)
+        arguments.check_module(module)
+        arguments.check_optimizers(optimizers)
         session = self._connected
         prepared = session.objects.model(module, optimizers, move=move_to_device)
         session.objects.schedulers += [ref(scheduler)] if is_stateful(scheduler) else []
@@ -333,7 +332,7 @@ class Fabric:
         given."""
         if not optimizers:
             raise ValueError("`fabric.setup_optimizers()` was given no optimizer. Pass at least one.")
-        check_optimizers(optimizers)
+        arguments.check_optimizers(optimizers)
         session = self._connected
         session.objects.later_optimizers(optimizers)
         session.backward.models_changed()
@@ -375,17 +374,13 @@ class Fabric:
         """
         if not loaders:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
-        check_loader_options(use, uneven)
+        arguments.check_loader_options(use, uneven)
         session = self._connected
         runtime = replace(session.runtime, layout=session.objects.layout, uneven=uneven)
         if uneven == "repeat" and use in (None, "train"):
             session.accumulation.expect_repeated(session.objects.optimizers)
-        prepared = tuple(
-            self.strategy.process_dataloader(
-                runtime, loader, use or "train", distribute=use_distributed_sampler, move=move_to_device
-            )
-            for loader in loaders
-        )
+        process, how = self.strategy.process_dataloader, {"distribute": use_distributed_sampler, "move": move_to_device}
+        prepared = tuple(process(runtime, loader, use or "train", **how) for loader in loaders)
         session.objects.add_loaders(prepared, is_split=use_distributed_sampler)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -395,8 +390,8 @@ class Fabric:
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Context: modules are created on the device that the strategy needs, in the precision's dtype. With
-        `empty_init=True` parameters are not initialised here: those that are not loaded before `setup` are initialised
-        there, by `reset_parameters` of their submodules. Load a checkpoint before or after it."""
+        `empty_init=True` their parameters are initialised in `setup`, by `reset_parameters` of submodules, unless they
+        are loaded before. Load a checkpoint before or after `setup`."""
         return self.strategy.init_module(self._connected.runtime, empty=bool(empty_init))
 
     def init_tensor(self) -> AbstractContextManager[None]:
@@ -453,8 +448,7 @@ class Fabric:
         gradients that were not synchronised raises RuntimeError.
         Ranks: all, with the same number of windows; windows may differ in length between ranks.
         """
-        if not isinstance(num_batches, int) or num_batches < 1:
-            raise ValueError(f"`accumulate(loader, {num_batches})`: a window has a number of micro-batches, 1 or more.")
+        arguments.check_window(num_batches)
         objects, accumulation = self._connected.objects, self._connected.accumulation
         prepared = tuple(objects.prepared(each, "accumulate") for each in models) or tuple(objects.models.values())
         if not prepared:
@@ -567,7 +561,7 @@ class Fabric:
         With False nothing waits, and a norm that is not finite makes all gradients NaN, and with the step all weights.
         Raises: ValueError: one optimizer, not in a list, of several that step the model; an optimizer of another model.
         """
-        check_limits(clip_val, max_norm)
+        arguments.check_limits(clip_val, max_norm)
         session = self._connected
         prepared = session.objects.prepared(module, "clip_gradients")
         optimizers = session.objects.clipped_together(prepared, optimizer)
@@ -600,7 +594,7 @@ class Fabric:
         and with a loss scaler; otherwise one flag is.
         Ranks: all. Raises: ValueError: another word.
         """
-        check_word("guard_gradients", "on_nonfinite", on_nonfinite, OnNonfinite)
+        arguments.check_word("guard_gradients", "on_nonfinite", on_nonfinite, OnNonfinite)
         session = self._connected
         objects = session.objects
         if session.guard is not None:
@@ -727,11 +721,11 @@ class Fabric:
 
         Each rank writes its part; any strategy with any number of ranks can load it. The previous checkpoint at `path`
         stays until the new one is complete and on disk. `path`: a path on a disk that all ranks share, or a URL for
-        fsspec. `filter`: for a name in `state`, a function `(key, value) -> bool` that selects what is saved; a value
-        of which other ranks have shards or copies is on the device "meta". A data
-        loader without a `state_dict` is left out, with one message. Unless `state` has only plain values, the entry
-        `"fabric"` is added: the random generators of every rank, the loss scales, the schedulers passed to `setup`, the
-        number of steps of each optimizer, and the positions of prepared loaders that `state` does not name.
+        fsspec. `filter`: for a name in `state`, a function `(key, value) -> bool` that selects what is saved; the value
+        is on the device "meta" if other ranks have shards or copies of it. A data loader without a `state_dict` is left
+        out, with one message. Unless `state` has only plain values, the entry `"fabric"` is added: the random
+        generators of every rank, the loss scales, the schedulers passed to `setup`, the number of steps of each
+        optimizer, and the positions of prepared loaders that `state` does not name.
         Save after a step, not within a window of micro-batches: gradients are not saved.
         `blocking=False`: returns once everything is copied; a thread on each rank writes the copies. `wait()` of the
         result, the next `save` or `load`, and `close` wait for it and raise its error. The copies take as many bytes as
@@ -767,8 +761,8 @@ class Fabric:
         matched in the order in which they were set up, before this call; a message says which of them continue within
         an epoch, or why they cannot. `resume_loaders=False`: they are not restored. If the number of ranks that read
         different data has changed, all ranks start from rank 0's generators, until the next batch or forward (see
-        `setup`). Also reads a file of `torch.save` with the same
-        names. Checksums are verified before any object is changed.
+        `setup`). Also reads a file of `torch.save` with the same names. Checksums are verified before any object is
+        changed.
         `strict=False` loads modules with other names, and leaves out what the checkpoint lacks, with a message. Shapes
         must be equal anyway.
         Ranks: all. Raises: CheckpointError on every rank: a rank could not read, found damaged bytes, or names or
@@ -842,7 +836,7 @@ class Fabric:
         A tensor on a device is waited for, if there are loggers. Raises: ValueError: a tensor of several elements.
         """
         if self.is_global_zero and self._loggers:
-            numbers = {name: _number(name, each) for name, each in metrics.items()}
+            numbers = {name: number_of(name, each) for name, each in metrics.items()}
             for logger in self._loggers:
                 metric_writer(logger)(dict(numbers), step=step)
 
@@ -888,20 +882,8 @@ class Fabric:
 
     def _ranks(self, group: Collective | None) -> Collective:
         """The collective of a call. Raises: TypeError: the group is something else."""
-        if group is not None and not isinstance(group, Collective):
-            raise TypeError(
-                f"`group={group!r}`: a group is what `fabric.collective.split(ranks)` returns, and None stands for all "
-                "ranks. It is the second argument: name the others, as in `fabric.all_reduce(x, reduce_op='sum')`."
-            )
-        return group or self._connected.runtime.collective
-
-
-def _number(name: str, value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel() != 1:
-        raise ValueError(f"`fabric.log({name!r}, ...)`: a tensor of {tuple(value.shape)} is no number. Log its mean.")
-    return value.item()
+        arguments.check_group(group)
+        return group or self.collective
 
 
 def _run(world: World, fabric: Fabric, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -77,33 +76,24 @@ class Check:
 
 
 @final
-@dataclass(slots=True)
 class Moments:
-    """The checks of one fabric, by the moments that they override."""
+    """The checks of one session. By the name of each moment, the methods of the checks that override it."""
 
-    progress: LoopProgress
-    """Calls `batch_received`, while a check overrides it."""
-    is_in_backward: bool = False
-    """Whether `fabric.backward` runs at present."""
-    num_backwards: int = 0
-    """Synchronised backwards of the loop, which all ranks run alike."""
-    due_at: int = sys.maxsize
-    """The number of synchronised backwards after which `due` is called."""
-    due: Callable[[], None] = lambda: None
-    checks: tuple[Check, ...] = ()
-    connected: tuple[Callable[[Runtime], None], ...] = ()
-    before_setup: tuple[Callable[[nn.Module, Sequence[Optimizer]], None], ...] = ()
-    model_set_up: tuple[Callable[[Prepared], None], ...] = ()
-    optimizers_set_up: tuple[Callable[[Mapping[Optimizer, StateAccess]], None], ...] = ()
-    loader_set_up: tuple[Callable[[Iterable[Any], bool], None], ...] = ()
-    batch_received: tuple[Callable[[Any, object], None], ...] = ()
-    before_backward: tuple[Callable[[Tensor, bool], None], ...] = ()
-    after_backward: tuple[Callable[[Tensor, bool], None], ...] = ()
-    gradients_averaged: tuple[Callable[[Iterable[Tensor]], None], ...] = ()
-    before_step: tuple[Callable[[Optimizer], None], ...] = ()
-    after_step: tuple[Callable[[Optimizer], None], ...] = ()
-    loading: tuple[Callable[[], None], ...] = ()
-    closing: tuple[Callable[[], None], ...] = ()
+    def __init__(self, progress: LoopProgress) -> None:
+        self.progress = progress
+        """Calls `batch_received`, while a check overrides it."""
+        self.is_in_backward = False
+        """Whether `fabric.backward` runs at present."""
+        self.num_backwards = 0
+        """Synchronised backwards of the loop, which all ranks run alike."""
+        self.due_at = sys.maxsize
+        """The number of synchronised backwards after which `due` is called."""
+        self.due: Callable[[], None] = lambda: None
+        self._collect(())
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> tuple[Callable[..., None], ...]: ...
 
     def add(self, *checks: Check) -> None:
         """Call these checks from now on, after the present ones."""

@@ -11,6 +11,7 @@ from typing import Any, TypedDict, get_args
 from torch import nn
 from torch.optim import Optimizer
 
+from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.partition import Uneven, Use
 
 
@@ -51,6 +52,21 @@ def check_loader_options(use: object, uneven: object) -> None:
         raise ValueError(
             f"`setup_dataloaders(uneven={uneven!r}, use={use!r})`: every rank evaluates all of its batches. Leave "
             "`uneven` out, or write `uneven='repeat'`, with which all ranks run equally many forwards."
+        )
+
+
+def check_window(num_batches: object) -> None:
+    """Raise ValueError for a window of `accumulate` without micro-batches."""
+    if not isinstance(num_batches, int) or num_batches < 1:
+        raise ValueError(f"`accumulate(loader, {num_batches})`: a window has a number of micro-batches, 1 or more.")
+
+
+def check_group(group: object) -> None:
+    """Raise TypeError if the `group` of a collective is neither a collective nor None."""
+    if group is not None and not isinstance(group, Collective):
+        raise TypeError(
+            f"`group={group!r}`: a group is what `fabric.collective.split(ranks)` returns, and None stands for all "
+            "ranks. It is the second argument: name the others, as in `fabric.all_reduce(x, reduce_op='sum')`."
         )
 
 

@@ -22,6 +22,7 @@ from fabric.checks.check import Moments, StepCounter
 from fabric.checks.unprepared_optimizers import UnpreparedOptimizers
 from fabric.loop.accumulation import Accumulation
 from fabric.loop.weighting import ClosureLoss, Weighting
+from fabric.strategies.accelerators.registry import make_accelerator
 from fabric.strategies.checkpoint.direct_state_dict import refuse_whole_states, report_shards
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
 from fabric.strategies.gradients.bare_parameters import BareParameters, in_no_module, refuse_another_model
@@ -127,8 +128,8 @@ class SetUp:
             gc.collect()  # those that the program has let go of are in reference cycles, such as those of DDP
         bare = self._in_no_module(optimizers, module)
         self._refuse_shared(uncompiled(module))
-        if runtime.device.type == "cpu" and runtime.collective.process_group is not None:
-            _refuse_sync_batch_norm(module)
+        if runtime.collective.size > 1 or runtime.collective.process_group is not None:
+            _refuse_sync_batch_norm(module, make_accelerator(runtime.device.type).why_no_sync_batch_norm)
         initialize_empty(module)
         if runtime.layout.weights != "any":
             refuse_different_models(runtime, module, fills_from_rank_zero=strategy.fills_from_rank_zero)
@@ -345,10 +346,6 @@ _SHARED = (
 )
 
 
-def _refuse_sync_batch_norm(module: nn.Module) -> None:
-    if any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
-        raise ValueError(
-            f"`{type(module).__name__}` has layers of `SyncBatchNorm`, and torch's synchronise GPUs alone, not CPUs. "
-            "Write `if fabric.device.type != 'cpu': model = nn.SyncBatchNorm.convert_sync_batchnorm(model)`: the names "
-            "of weights are the same without it."
-        )
+def _refuse_sync_batch_norm(module: nn.Module, why: str | None) -> None:
+    if why is not None and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+        raise ValueError(f"`{type(module).__name__}` has layers of `SyncBatchNorm`. {why}")

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 
 class Logger(Protocol):
     """All that a custom logger needs."""
@@ -33,6 +35,15 @@ def metric_writer(logger: object) -> Callable[..., Any]:
         f"`loggers` holds {logger!r}, a `{type(logger).__name__}`. A logger has `log_metrics(metrics, step=None)` or "
         "`log(metrics, step=None)`, and it has neither. Write one of them: the metrics are a dict of numbers by name."
     )
+
+
+def number_of(name: str, value: Any) -> Any:
+    """A metric as a number. Raises: ValueError: it is a tensor of several elements."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"`fabric.log({name!r}, ...)`: a tensor of {tuple(value.shape)} is no number. Log its mean.")
+    return value.item()
 
 
 def report_open_run(modules: Mapping[str, Any]) -> None:

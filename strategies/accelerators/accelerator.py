@@ -39,6 +39,11 @@ class Accelerator(ABC):
         """The strategies that `strategy='auto'` chooses: with one device, and with several."""
         return "single_device", "ddp"
 
+    @property
+    def why_no_sync_batch_norm(self) -> str | None:
+        """None if torch's `SyncBatchNorm` works over several ranks; otherwise why not, and what to write."""
+        return None
+
     def platform(self) -> str:
         """The hardware in use, if there are several kinds and strategies differ between them; otherwise ""."""
         return ""
@@ -81,6 +86,11 @@ class CPUAccelerator(Accelerator):
     """The CPU: one device, whatever the index, shared by all processes. `devices` is a number of processes."""
 
     name = "cpu"
+    why_no_sync_batch_norm = (
+        "Torch's synchronise GPUs alone, not CPUs. Write `if fabric.device.type != 'cpu': model = "
+        "nn.SyncBatchNorm.convert_sync_batchnorm(model)`: the names of weights are the same without it."
+    )
+    """See `fabric.setup`."""
     backend = "gloo"
     """`gloo`, which every build of torch.distributed has."""
     is_shared = True

@@ -32,6 +32,12 @@ class XLAAccelerator(Accelerator):
     """True: operations run when a step is marked, or a value is read."""
     auto_strategies = "single_xla", "xla"
     """With several devices, a replica for each."""
+    why_no_sync_batch_norm = (
+        "Torch's has no messages over XLA, and each replica would use the statistics of its own share. Write "
+        "`nn.BatchNorm2d` (or 1d, 3d) for that, or `strategy='xla_fsdp'`, where BatchNorm's statistics are those of "
+        "the whole batch."
+    )
+    """Under `xla_fsdp` there is one rank."""
 
     def num_devices(self) -> int:
         """How many devices PJRT has on this node; 0 if none."""

@@ -94,8 +94,6 @@ class XLAStrategy(TorchXLAStrategy):
         return open_runtime(world, [device], collective, precision, carry=marked_batches)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
-        if runtime.world.size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
-            raise ValueError(_SYNC_BATCH_NORM)
         place(runtime, module, optimizers, to_device=move)
         sync = None
         if isinstance(runtime.collective, XLACollective):
@@ -112,10 +110,3 @@ class XLAStrategy(TorchXLAStrategy):
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         return prepare_optimizers(runtime, optimizers)
-
-
-_SYNC_BATCH_NORM = (
-    "SyncBatchNorm over several replicas of `strategy='xla'`: torch's has no messages over XLA, and each replica would "
-    "use the statistics of its own share. Write `nn.BatchNorm2d` (or 1d, 3d) for that, or `strategy='xla_fsdp'`, "
-    "where BatchNorm's statistics are those of the whole batch."
-)
