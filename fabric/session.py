@@ -135,9 +135,9 @@ class Session:
         if request.sanitize is False or chosen.strategy.marks_steps:
             return
         runtime, objects = self.runtime, self.objects
-        yield (divergence := Divergence(objects.steps, lambda: objects.models.values()))
+        yield (divergence := Divergence(objects.optimizers, lambda: objects.models.values()))
         if runtime.world.size > 1:
-            of = objects.steps, objects.state_access, objects.unprepared
+            of = objects.optimizers, objects.state_access, objects.unprepared
             yield Sanitizer(Watch(runtime, request.sanitize, self.moments, *of, divergence))
 
     def _close_at_exit(self) -> None:

@@ -128,23 +128,18 @@ def with_precision(runtime: Runtime, around: Around | None) -> Around | None:
     """`around` with autocast or casts of the precision. Ranks' generators diverge at the first call."""
     precision, device = runtime.precision, runtime.device
     inner: Around = around or (lambda function, args, kwargs: function(*args, **kwargs))
-    cast_out = None if precision.output_dtype is None else partial(cast_output, precision)
+    cast_out = partial(cast_output, precision) if precision.is_mixed and precision.output_dtype is not None else None
+    is_cast = casts(precision)
 
-    def forward_plain(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        runtime.diverge_generators()
-        return inner(function, args, kwargs)
+    if not precision.is_mixed and not is_cast and runtime.share.index == 0:
+        return around  # there is nothing to do before or after forward
 
-    def forward_mixed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime.diverge_generators()
-        with autocast(precision, device):
+        with autocast(precision, device) if precision.is_mixed else runtime.new_tensors:
+            if is_cast:
+                args, kwargs = cast_inputs(precision, (args, kwargs))
             output = inner(function, args, kwargs)
         return output if cast_out is None else replace_tensors(output, cast_out)
 
-    def forward_true(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        runtime.diverge_generators()
-        with runtime.new_tensors:
-            return inner(function, *cast_inputs(precision, (args, kwargs)))
-
-    if not precision.is_mixed and not casts(precision):
-        return around if runtime.share.index == 0 else forward_plain
-    return forward_mixed if precision.is_mixed else forward_true
+    return forward

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """Created by `Strategy.connect`, the first thing in a rank."""
+    """Created by `Strategy.connect`, the first thing in a rank. `loss_scaler`, `progress` and `apart` alone change in a
+    loop."""
 
     world: World
     device: torch.device

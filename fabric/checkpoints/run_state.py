@@ -47,9 +47,9 @@ class RunState:
         }
         self._adapters = {at: configs for at, each in objects.items() if (configs := _adapter_configs(each))}
         self._steps = {
-            name: set_up.steps[each]
+            name: set_up.optimizers[each]
             for name, each in objects.items()
-            if isinstance(each, Optimizer) and each in set_up.steps
+            if isinstance(each, Optimizer) and each in set_up.optimizers
         }
 
     def read(self, *, gathered: bool = False) -> dict[str, Any]:

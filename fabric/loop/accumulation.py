@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar, final
 from weakref import WeakKeyDictionary
@@ -135,21 +136,17 @@ class _Kept:
 
 
 @final
+@dataclass(eq=False)
 class Window(Generic[T]):
     """The micro-batches of one optimizer step. Can be iterated once; gradients are synchronised in the last one."""
 
-    def __init__(
-        self,
-        remaining: _Ahead[T],
-        num_batches: int,
-        length: int | None,
-        unsynced: Callable[[], AbstractContextManager[None]],
-        note: Callable[[T], None],
-    ) -> None:
-        self._remaining, self._num_batches, self._length, self._unsynced = remaining, num_batches, length, unsynced
-        self._note = note
-        self.num_read = 0
-        """The number of micro-batches yielded so far."""
+    _remaining: _Ahead[T]
+    _num_batches: int
+    _length: int | None
+    _unsynced: Callable[[], AbstractContextManager[None]]
+    _note: Callable[[T], None]
+    num_read: int = 0
+    """The number of micro-batches yielded so far."""
 
     def __len__(self) -> int:
         """The number of micro-batches of this window, also for a shorter last window.

@@ -72,10 +72,10 @@ class SetUp:
         self._closure_loss = ClosureLoss(runtime.collective, weighting)
         self._numbers = count()
         self._models: WeakValueDictionary[int, Prepared] = WeakValueDictionary()
-        self.optimizers: WeakKeyDictionary[Optimizer, ref[_OfOptimizer]] = WeakKeyDictionary()
+        self.optimizers: WeakKeyDictionary[Optimizer, StepCounter] = WeakKeyDictionary()
+        """Each with the number of its steps."""
         self.schedulers: list[ref[Stateful]] = []
         self.loaders: list[ref[DeviceLoader]] = []
-        self.steps: WeakKeyDictionary[Optimizer, StepCounter] = WeakKeyDictionary()
         self.counters: list[StepCounter] = []
         """The counters of all optimizers, including those that no longer exist: ranks drop them at different times."""
         self._attached: WeakValueDictionary[int, ExitStack] = WeakValueDictionary()
@@ -112,7 +112,7 @@ class SetUp:
 
     def forget(self) -> None:
         """Drop all references to the objects that were set up."""
-        for known in (self._models, self.optimizers, self.schedulers, self.loaders, self.steps, self.counters):
+        for known in (self._models, self.optimizers, self.schedulers, self.loaders, self.counters):
             known.clear()  # others have them too
         self.bare.release()
         self.bare = BareParameters(self._runtime)
@@ -201,7 +201,8 @@ class SetUp:
 
     def state_access(self, obj: nn.Module | Optimizer, otherwise: StateAccess = PLAIN) -> StateAccess:
         """How the state of a module or an optimizer is read and written."""
-        if isinstance(obj, Optimizer) and obj in self.optimizers and (known := self.optimizers[obj]()) is not None:
+        known: _OfOptimizer | None = vars(obj).get("_set_up") if obj in self.optimizers else None
+        if known is not None:
             return known.access
         return next((model.state for model in self.models.values() if model.holds(obj)), otherwise)
 
@@ -312,17 +313,16 @@ class SetUp:
         if bare:
             self.bare.add(bare, move=move)
         for optimizer, access in optimizers.items():
-            vars(optimizer)["_set_up"] = known = _OfOptimizer(access, models, undo)
+            vars(optimizer)["_set_up"] = _OfOptimizer(access, models, undo)
             undo.callback(vars(optimizer).pop, "_set_up", None)
-            self.optimizers[optimizer] = ref(known)
             optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # the loss scaler sets it
             undo.callback(vars(optimizer).pop, "step_was_skipped", None)
             undo.callback(self._closure_loss.attach(optimizer))
             if not needs_owners(optimizer):  # whose states are whole
                 undo.callback(optimizer.register_load_state_dict_pre_hook(refuse_whole_states).remove)
-            self.steps[optimizer] = StepCounter()
-            self.counters.append(self.steps[optimizer])
-            undo.callback(self.steps[optimizer].attach(optimizer, runtime.loop_progress, self._moments))
+            self.optimizers[optimizer] = counter = StepCounter()
+            self.counters.append(counter)
+            undo.callback(counter.attach(optimizer, runtime.loop_progress, self._moments))
             if self._moments.before_step:
                 undo.callback(optimizer.register_step_pre_hook(self._moments.stepping).remove)
         if self._accumulation.repeated is not None:

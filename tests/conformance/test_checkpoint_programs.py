@@ -83,7 +83,7 @@ def two_models(fabric: Fabric, folder: str) -> None:
     fabric._connected.forget()
     state = pair(3)
     fabric.load(f"{folder}/two", state)
-    assert [fabric._connected.objects.steps[each].num_steps for each in state["optimizers"]] == [2, 5]
+    assert [fabric._connected.objects.optimizers[each].num_steps for each in state["optimizers"]] == [2, 5]
     assert fabric.num_steps == 5
     assert go_on(state) == pytest.approx(losses, rel=1e-5)
     fabric._connected.forget()

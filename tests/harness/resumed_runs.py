@@ -75,7 +75,7 @@ def go_on(loop: Loop, trial: Trial, path: str) -> list[float]:
             refuse_difference(found, expected, path)
     batches = iter(loader)
     if isinstance(loop, Fabric):
-        assert loop._connected.objects.steps[optimizer].num_steps == NUM_STEPS
+        assert loop._connected.objects.optimizers[optimizer].num_steps == NUM_STEPS
     else:  # plain PyTorch has no position
         for _ in islice(batches, NUM_STEPS):
             pass
