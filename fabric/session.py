@@ -137,8 +137,8 @@ class Session:
         runtime, objects = self.runtime, self.objects
         yield (divergence := Divergence(objects.optimizers, lambda: objects.models.values()))
         if runtime.world.size > 1:
-            of = objects.optimizers, objects.state_access, objects.unprepared
-            yield Sanitizer(Watch(runtime, request.sanitize, self.moments, *of, divergence))
+            known = objects.optimizers, objects.state_access, objects.unprepared
+            yield Sanitizer(Watch(runtime, request.sanitize, self.moments, *known, divergence))
 
     def _close_at_exit(self) -> None:
         try:
