@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """Created by `Strategy.connect`, the first thing in a rank. `loss_scaler`, `progress` and `apart` alone change in a
-    loop."""
+    """Created by `Strategy.connect`, the first thing in a rank. Of its fields, `loss_scaler`, `loop_progress` and
+    `divergence` change as the loop runs."""
 
     world: World
     device: torch.device
@@ -58,7 +58,7 @@ class Runtime:
     mesh: DeviceMesh | None = None
     """The device mesh, if the strategy has one."""
     loop_progress: LoopProgress = field(default_factory=LoopProgress)
-    """Numbers loaders that are set up in the same random state, so that they are shuffled differently."""
+    """What the loop has done so far: batches, backwards and steps."""
     divergence: GeneratorDivergence = field(default_factory=GeneratorDivergence)
 
     def diverge_generators(self) -> None:
