@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 LISTS = {
     "launchers.process.interpreter": ("NAMES", "OF_LOADERS"),
     "launchers.xla_internals": ("NAMES",),
-    "strategies.torch_internals": ("BOUND", "FULLY_SHARD", "COMPILED"),
+    "strategies.torch_internals": ("BOUND", "FULLY_SHARD", "COMPILED", "COPY_ON_WRITE"),
     "strategies.data.huggingface": ("NAMES",),
     "strategies.deepspeed.library": ("NAMES", "STAGE_3"),
     "strategies.fairscale.library": ("FULLY_SHARDED", "SHARDED"),
@@ -251,10 +251,14 @@ def compile():  # as the first call of a compiled forward does
     from fabric.strategies.torch_internals import require_compiler
     require_compiler()
 
+def copy_on_write():  # as the setup at ZeRO stage 3 does
+    from fabric.strategies.torch_internals import require_copy_on_write
+    require_copy_on_write()
+
 def bound():
     from fabric.strategies.torch_internals import after_backward
 
-USES = {"BOUND": bound, "FULLY_SHARD": fully_shard, "COMPILED": compile}
+USES = {"BOUND": bound, "FULLY_SHARD": fully_shard, "COMPILED": compile, "COPY_ON_WRITE": copy_on_write}
 
 def say(feature, owner, either):
     try:

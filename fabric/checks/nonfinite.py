@@ -158,6 +158,8 @@ class Divergence(Check):
 
     def closing(self) -> None:
         for model in self._models() if any(each.num_steps for each in self._steps.values()) else ():
+            if model.state.empties_parameters:
+                continue
             held = [local_part(each) for each in model.sync.parameters_held() if each.requires_grad]
             if not all_finite([each for each in held if type(each) in (Tensor, nn.Parameter)]):
                 what = f"At the end of the run the weights of `{user_class(model.module).__name__}` are not finite."

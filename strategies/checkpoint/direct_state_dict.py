@@ -21,7 +21,7 @@ HOW_TO_SAVE = (
 
 
 _EMPTY = (
-    "is an empty tensor at ZeRO stage 3, between forwards. To keep weights in memory, write on every rank "
+    "has no values at ZeRO stage 3 between forwards. To keep weights in memory, write on every rank "
     "`with fabric.gathered(model):` around it, and `with fabric.gathered(model, write=True):` around "
     f"`model.load_state_dict(...)`. For a file, {HOW_TO_SAVE}"
 )
@@ -37,7 +37,7 @@ def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str]
 
     Returns a function that removes the hooks. A model that is not sharded gets none. Ranks: each on its own.
     """
-    if not any(as_sharded(each) is not None or not each.numel() for each in module.parameters()):
+    if not access.empties_parameters and all(as_sharded(each) is None for each in module.parameters()):
         return lambda: None
     names: list[str] = []
 
@@ -45,7 +45,7 @@ def report_shards(module: nn.Module, access: StateAccess, report: Callable[[str]
         if names or prefix or _is_called_by_a_library():
             return
         found = [name for name, shape in access.shapes(part).items() if _is_shard(state.get(name), shape)]
-        if found and isinstance(empty := state.get(found[0]), Tensor) and not empty.numel():
+        if found and access.empties_parameters:
             raise RuntimeError(f"`{type(part).__name__}.state_dict()`: {found[0]!r} {_EMPTY}")
         names.extend(found)
         if names:

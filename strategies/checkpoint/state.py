@@ -83,6 +83,9 @@ class StateAccess(ABC):
     hooks_read_parameters: ClassVar[bool] = False
     """Whether the strategy's hooks read `Stored` parameters while a submodule loads, so that one at a time is whole."""
 
+    empties_parameters: bool = False
+    """Whether parameters have no values between forwards."""
+
     @abstractmethod
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         """The state of a module that was set up, or of a submodule of it."""

@@ -179,7 +179,8 @@ def snapshot(content: Any, owners: Iterable[nn.Module | Optimizer], local: Calla
     """
     held = (local(tensor) for owner in owners for tensor in _tensors_of(owner))
     plain = (each for tensor in held for each in plain_tensors(tensor).values())
-    live = {_storage(tensor) for tensor in plain if tensor.device.type == "cpu"}  # XLA's storages have no address
+    on_the_cpu = (tensor for tensor in plain if tensor.device.type == "cpu")  # XLA's storages have no address
+    live = {_storage(tensor) for tensor in on_the_cpu if tensor.untyped_storage().nbytes() > _SMALL_BYTES}
     known: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def copied(tensor: Tensor) -> Tensor:

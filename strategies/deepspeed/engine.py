@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.deepspeed.library import STAGE_3, look_up
+from fabric.strategies.deepspeed.released import LOST, ReleasedParameters
 from fabric.strategies.deepspeed.state import as_changed
 from fabric.strategies.gradients.averaging import Factor, multiply
 from fabric.strategies.gradients.clipping import norm_of, over_ranks
@@ -60,7 +61,7 @@ class Engine(GradientSync):
             look_up(STAGE_3)
             groups, self._offloads = self.zero.fp16_groups, bool(self.zero.offload_optimizer)
             sizes = [sum(each.partition_numel() for each in group) for group in groups]
-            self._by_group = self.zero.grad_partitions_flat_buffer.split(sizes)
+            self._by_group = {n: [part] for n, part in enumerate(self.zero.grad_partitions_flat_buffer.split(sizes))}
             self._flats: list[Tensor] = self.zero.fp32_partitioned_groups_flat
         else:
             groups, self._offloads = self.zero.bit16_groups, bool(self.zero.cpu_offload)
@@ -69,6 +70,7 @@ class Engine(GradientSync):
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self._watched = list(self._names) if stage == 3 else self.trained
         self._place: Callable[[Tensor], int] = attrgetter("_version") if stage == 3 else Tensor.data_ptr
+        self.released = ReleasedParameters(module)
         self._places = list(map(self._place, self._watched))
         synchronised = broadcast_buffers and runtime.world.size > 1
         self._buffered = [part for part in module.modules() if part._buffers] if synchronised else []
@@ -95,6 +97,7 @@ class Engine(GradientSync):
     # Forward and backward
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        self.released.refuse_changes()
         if torch.is_grad_enabled():
             self._added_parameters.refuse(NEVER_TRAINED)
         elif torch.is_inference_mode_enabled():  # DeepSpeed assigns what it gathers to the parameters
@@ -120,6 +123,7 @@ class Engine(GradientSync):
         if not is_searched and "__dict__" not in dir(output):
             raise RuntimeError(_UNSEARCHED)
         if not torch.is_grad_enabled():
+            self.released.fill()
             return output
         if self._buffered:
             broadcast_from_rank_zero(self.runtime.collective, buffers_of(self._buffered))
@@ -282,13 +286,16 @@ class Engine(GradientSync):
             self.zero.finalize_gradient_accumulation_boundary()
         if self.stage == 3 and not self._offloads:
             # After a backward through the model while it was frozen, DeepSpeed would step with zeros.
-            self.zero.averaged_gradients = {number: [buffer] for number, buffer in enumerate(self._by_group)}
+            self.zero.averaged_gradients = dict(self._by_group)
         self._is_reduced = True
 
     # Placeholders
 
     def _set_placeholders(self) -> None:
         """Set a placeholder as the gradient of each parameter that has one."""
+        for parameter, placeholder in self.released.placeholders.items():
+            if not parameter.numel():
+                parameter.data = placeholder
         if self.stage == 1 and self._has_gradients and not self._is_reduced:
             self._unreduced = {each: each.grad for each in self._reached if each.grad is not None}
         for parameter in self._reached:
@@ -381,13 +388,16 @@ class Engine(GradientSync):
     def _take_changed_weights(self) -> None:
         """Write what the program has changed in the weights since the last step into the shards that DeepSpeed trains.
 
-        At stage 3 there is nothing to take: between forwards a weight is an empty tensor, and a change of it is lost.
-        Its version counter shows one, except through `.data`.
+        At stage 3 there is nothing to take: between forwards a weight has no values, and a change of it is lost. Its
+        version counter shows one here; one through `.data` shows before the next forward (`ReleasedParameters`).
         """
         places = list(map(self._place, self._watched))
         if places != self._places:
             moved = next(n for n, place in enumerate(places) if place != self._places[n])
-            raise RuntimeError((_LOST if self.stage == 3 else _MOVED).format(name=self._names[self._watched[moved]]))
+            name = self._names[self._watched[moved]]
+            if self.stage == 3:
+                raise RuntimeError(LOST.format(name=f"`{name}`", how="changed in place"))
+            raise RuntimeError(_MOVED.format(name=name))
         if self.stage == 3:
             return
         for parts, trained in zip(self.zero.parallel_partitioned_bit16_groups, self._flats, strict=True):
@@ -438,6 +448,7 @@ class Engine(GradientSync):
         """Remove the hooks of DeepSpeed and of this class from the module."""
         for parameter in self._reached:
             parameter.grad = None
+        self.released.close()
         self.order.release()
         for hook in self._hooks:
             hook.remove()
@@ -524,18 +535,14 @@ _ZEROED_IN_PART = (
     "together. Zero all of them, or pass `strategy='ddp'` or 'fsdp'."
 )
 _CLIPPED = (
-    "A backward of `{name}` between `clip_gradients`, or a synchronised `backward(weight=...)`, and "
-    "`optimizer.step()`: under DeepSpeed, both end the accumulation window. Clip after the last backward, and run "
-    "those before it within `fabric.accumulate` or `no_backward_sync`."
+    "A backward of `{name}` after its gradients were averaged, and before `optimizer.step()`: under DeepSpeed the "
+    "accumulation window ends with `clip_gradients`, with a synchronised `backward(weight=...)`, and under "
+    "`fabric verify`, which reads gradients, with any synchronised backward. Run all backwards of a step but the last "
+    "within `fabric.accumulate` or `no_backward_sync`, and clip after the last one."
 )
 _MOVED = (
     "`{name}.data` was replaced after `fabric.setup`, but DeepSpeed trains the tensor that it had then. Write the "
     "values into it: `parameter.data.copy_(values)`."
-)
-_LOST = (
-    "`{name}` was changed in place, but at ZeRO stage 3 a weight is an empty tensor between forwards, and a copy in "
-    "forward: the change is lost. Write it on every rank within `with fabric.gathered(model, write=True):`, and read "
-    "weights within `with fabric.gathered(model):`."
 )
 _RUN_TWICE = (
     "A second backward through one forward of `{name}`: at ZeRO stage 3 the weights were released after the first. Add "

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fabric.strategies.deepspeed.library import with_environment
-from fabric.strategies.deepspeed.state import is_sharded
+from fabric.strategies.deepspeed.released import is_sharded
 from fabric.strategies.module.initialization import initialised_by
 from fabric.strategies.module.model_checks import refuse_different_models
 from fabric.strategies.runtime import Runtime

@@ -27,6 +27,7 @@ from fabric.strategies.checkpoint.tensors import (
     mapped_module,
     no_shards,
 )
+from fabric.strategies.deepspeed.released import ReleasedParameters, is_sharded, shape_of
 from fabric.strategies.tensors.wrapper_subclass import plain_state
 
 
@@ -44,19 +45,39 @@ class ZeroState(StateAccess):
         zero: Any,
         groups: Sequence[Sequence[Tensor]],
         averaged: Callable[[], AbstractContextManager[object]],
+        released: ReleasedParameters,
     ) -> None:
         self.world, self.stage, self.zero, self.groups, self._averaged = world, stage, zero, groups, averaged
+        self._released, self.empties_parameters = released, stage == 3
         trained = () if zero is None else zero.fp16_groups if stage == 3 else zero.bit16_groups
         self.trained = {id(parameter) for group in trained for parameter in group}
 
     # Modules
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
-        return _module_state(module, lambda tensor: self._keep(self._whole(tensor)))
+        return self._module_state(module, lambda tensor: self._keep(self._whole(tensor)))
+
+    def _module_state(self, module: nn.Module, entry: Callable[[Tensor], Any]) -> dict[str, Any]:
+        """The state of a module with `entry` of each tensor, called once for a tied one, which is one in the file too.
+
+        Raises: RuntimeError: a hook computed an entry from a sharded parameter, which is empty here.
+        """
+        read = cache(entry)
+        self._released.empty()
+        state = plain_state(module, keep_vars=True)
+        self._released.fill()
+        own = {id(each) for each in (*module.parameters(), *module.buffers())}
+        is_in_shards = any(map(is_sharded, module.parameters()))
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                if is_in_shards and not value.numel() and id(value) not in own:
+                    raise RuntimeError(_COMPUTED.format(name=name, model=type(module).__name__))
+                state[name] = read(value)
+        return state
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
         return {
-            name: _shape_of(value) if isinstance(value, Tensor) else None
+            name: shape_of(value) if isinstance(value, Tensor) else None
             for name, value in plain_state(module, keep_vars=True).items()
         }
 
@@ -64,7 +85,7 @@ class ZeroState(StateAccess):
         return [len(group) for group in self.groups]
 
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        return _module_state(module, self._shards)
+        return self._module_state(module, self._shards)
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         self.write_module(module, content, strict=strict)
@@ -86,11 +107,9 @@ class ZeroState(StateAccess):
                 self._write_tensor(name, own[name], in_memory(content[name], mapped=True))
 
     def gather(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        from deepspeed.runtime.zero import GatheredParameters
-
         if self.stage != 3:
             return list(parameters)
-        with GatheredParameters(parameters):
+        with self._released.gathered(parameters):
             copies = [parameter.clone() for parameter in parameters]
         for parameter, copy in zip(parameters, copies, strict=True):
             if copy.grad_fn is not None:
@@ -115,7 +134,7 @@ class ZeroState(StateAccess):
             self._write_tensor("", parameter, changed)
 
     def kept(self, parameter: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor] | None:
-        if not is_sharded(parameter) or not parameter.numel():
+        if not is_sharded(parameter) or parameter.shape != shape_of(parameter):
             return None
         shard = cast(Any, parameter).ds_tensor.flatten()
         start = self.world.rank * shard.numel()
@@ -123,27 +142,24 @@ class ZeroState(StateAccess):
         return own, shard[: own.numel()].to(own.device)
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 
         if id(tensor) in self.trained:
             with _reached(tensor):
-                whole = safe_get_full_fp32_param(tensor).view(_shape_of(tensor))
+                whole = safe_get_full_fp32_param(tensor).view(shape_of(tensor))
             return whole if self.stage == 3 else as_changed(whole, tensor.detach())
-        with GatheredParameters([tensor], enabled=is_sharded(tensor)):
+        with self._released.gathered([tensor]):
             return tensor.detach().clone()
 
     def _write_tensor(self, name: str, tensor: Tensor, value: Tensor) -> None:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        shape = _shape_of(tensor)
+        shape = shape_of(tensor)
         if tuple(value.shape) != shape:
             raise RuntimeError(
                 f"`{name}` has the shape {shape}, but {tuple(value.shape)} in the checkpoint. Load into a model of the "
                 "same shapes."
             )
         if self.stage == 3:
-            with GatheredParameters([tensor], modifier_rank=0, enabled=is_sharded(tensor)):
+            with self._released.gathered([tensor], modifier_rank=0):
                 tensor.data.copy_(value)  # does not count as a change by the program, see `Engine`
         if id(tensor) in self.trained:
             self._write_shard(tensor, value, None)
@@ -231,7 +247,7 @@ class ZeroState(StateAccess):
         from deepspeed.utils import safe_get_full_optimizer_state
 
         with _reached(parameter):
-            return self._keep(safe_get_full_optimizer_state(parameter, key).view(_shape_of(parameter)))
+            return self._keep(safe_get_full_optimizer_state(parameter, key).view(shape_of(parameter)))
 
     # One tensor
 
@@ -242,13 +258,13 @@ class ZeroState(StateAccess):
         if not is_sharded(tensor):
             return tensor.detach()
         own = cast(Any, tensor).ds_tensor.flatten()
-        return flat_shard(_shape_of(tensor), self.world.rank * own.numel(), own, self.world.rank)
+        return flat_shard(shape_of(tensor), self.world.rank * own.numel(), own, self.world.rank)
 
     def _trained_shards(self, parameter: Tensor, key: str | None) -> TensorShards:
         """This rank's shard of the trained weights, or of the optimizer's `key`."""
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
-        shape, rank = _shape_of(parameter), self.world.rank
+        shape, rank = shape_of(parameter), self.world.rank
         if self.stage == 3:
             with _reached(parameter):
                 read = safe_get_local_optimizer_state
@@ -288,35 +304,11 @@ class ZeroState(StateAccess):
             safe_set_full_optimizer_state(parameter, value, key)
 
 
-def _module_state(module: nn.Module, entry: Callable[[Tensor], Any]) -> dict[str, Any]:
-    """The state of a module with `entry` of each tensor, called once for a tied one, which is one in the file as well.
-
-    Raises: RuntimeError: a hook computed an entry from a sharded parameter, which is empty here.
-    """
-    read = cache(entry)
-    state = plain_state(module, keep_vars=True)
-    own = {id(each) for each in (*module.parameters(), *module.buffers())}
-    is_in_shards = any(map(is_sharded, module.parameters()))
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            if is_in_shards and not value.numel() and id(value) not in own:
-                raise RuntimeError(_COMPUTED.format(name=name, model=type(module).__name__))
-            state[name] = read(value)
-    return state
-
-
 _COMPUTED = (
     "{name!r} in the state of `{model}` was computed from a parameter, by a hook or by `_save_to_state_dict`, but at "
     "ZeRO stage 3 parameters are in shards then. Leave the parameter as it is there, and convert it when it is loaded; "
     "or use `strategy='deepspeed_stage_2'`."
 )
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether DeepSpeed has sharded the parameter: at stage 3, or if it was constructed within `init_module`."""
-    from deepspeed.runtime.zero.partition_parameters import is_zero_param
-
-    return bool(is_zero_param(tensor))
 
 
 def _gather_for_gradient(parameter: Tensor, accumulation: Any) -> None:
@@ -327,7 +319,7 @@ def _gather_for_gradient(parameter: Tensor, accumulation: Any) -> None:
     stack = ExitStack()
 
     def gather(_: Any) -> None:
-        if parameter.shape != _shape_of(parameter):
+        if parameter.shape != shape_of(parameter):
             stack.enter_context(GatheredParameters([parameter]))
 
     accumulation.register_prehook(gather)
@@ -353,12 +345,7 @@ def _slice(value: Tensor, size: int, rank: int) -> Tensor:
 
 
 def _is_elementwise(key: str, value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, (Tensor, Stored)) and key != "step" and tuple(value.shape) == _shape_of(parameter)
-
-
-def _shape_of(parameter: Tensor) -> tuple[int, ...]:
-    """The unsharded shape of the parameter."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    return isinstance(value, (Tensor, Stored)) and key != "step" and tuple(value.shape) == shape_of(parameter)
 
 
 def as_changed(trained: Tensor, weight: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from fabric.strategies.deepspeed.config import PRECISIONS, choose_offload, choos
 from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, copy_of, gathered_parts, is_trained
 from fabric.strategies.deepspeed.init_module import hide_shapes, in_shards
 from fabric.strategies.deepspeed.library import forget_models, join, local_rank, why_not, with_environment
-from fabric.strategies.deepspeed.state import LossScale, ZeroState, is_sharded
+from fabric.strategies.deepspeed.released import ReleasedParameters, is_sharded
+from fabric.strategies.deepspeed.state import LossScale, ZeroState
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.sync import LocalGradientSync
 from fabric.strategies.layout import SHARDS, Layout
@@ -159,7 +160,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         groups = [list(group["params"]) for group in optimizer.param_groups]
         engine = self._initialize(runtime, module, copy_of(optimizer), move)
         sync = Engine(runtime, module, engine, self._stage, broadcast_buffers=self.broadcast_buffers)
-        state = ZeroState(runtime.world, self._stage, engine.optimizer, groups, sync.gradients)
+        state = ZeroState(runtime.world, self._stage, engine.optimizer, groups, sync.gradients, sync.released)
         if self._stage != 3:  # at stage 3 the weights stay sharded and need DeepSpeed's attributes
             stack.callback(forget)
         stack.callback(sync.release)
@@ -244,9 +245,19 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             stack.callback(close, self._initialize(runtime, module, None, move))
             order = ExecutionOrder(runtime, module, gathered_parts(module))
             stack.callback(order.release)
-            around = order.around(lambda function, args, kwargs: function(*args, **kwargs))
+            released = ReleasedParameters(module)
+            stack.callback(released.close)
+
+            def release(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                released.refuse_changes()
+                output = function(*args, **kwargs)
+                released.fill()
+                return output
+
+            around = order.around(release)
             broadcast_from_rank_zero(runtime.collective, module.buffers())
         else:
+            released = ReleasedParameters(module)
             place(runtime, module, (), move=move)
             broadcast_from_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])
         path = ForwardPath(module, with_precision(runtime, around), self._refuse_mark)
@@ -258,7 +269,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             clip_value=refuse,
             is_finite=refuse,
             release=stack.pop_all().close,
-            state=ZeroState(runtime.world, self._stage, None, (), nullcontext),
+            state=ZeroState(runtime.world, self._stage, None, (), nullcontext, released),
         )
 
 

@@ -256,6 +256,23 @@ def test_two_models_are_compared_in_the_order_of_forward(tmp_path: Path) -> None
     assert Record.load(tmp_path / "record").order == ["weight", "bias", "1: weight", "1: bias"]
 
 
+def two_backwards_a_step(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    model, optimizer = set_up(fabric, mlp())
+    for inputs, targets in fabric.setup_dataloaders(DataLoader(samples(), 8)):
+        for each in (inputs, 2 * inputs):
+            fabric.backward(mse(model(each), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.slow
+def test_gradients_that_are_read_end_the_window_of_deepspeed_and_the_next_backward_says_what_to_write() -> None:
+    words = r"A backward of `Sequential` after its gradients were averaged[\s\S]*within `fabric.accumulate` or"
+    with pytest.raises(ProgramError, match=words):
+        verify(two_backwards_a_step, strategy="deepspeed_stage_2", steps=4)
+
+
 def a_mean_over_tokens(fabric: Fabric) -> None:
     draws = torch.Generator().manual_seed(0)
     texts = [torch.randint(1, 9, (int(n),), generator=draws) for n in torch.randint(2, 12, (64,), generator=draws)]

@@ -675,7 +675,10 @@ def test_unsupported_uses_of_an_engine_raise_with_what_to_write() -> None:
         assert "`Adafactor` in `setup` uses whole tensors" in found["Adafactor"]
         assert "`Layerwise` in `setup` uses whole tensors" in found["Layerwise"]
         assert "Call `fabric.setup(model, optimizer)`." in found["alone"]
-        assert "A backward of `Net` between `clip_gradients`" in found["after clipping"]
+        assert (
+            "A backward of `Net` after its gradients were averaged, and before `optimizer.step()`"
+            in found["after clipping"]
+        )
         assert "have a norm (order 2) of nan, so they cannot be clipped" in found["nonfinite"]
         assert "A second backward through one forward of `Net`: at ZeRO stage 3" in found["twice"]
         assert "`mark_forward_method('loss')`: at ZeRO stage 3" in found["method"]

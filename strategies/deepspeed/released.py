@@ -1,0 +1,136 @@
+"""What a parameter holds while DeepSpeed has released it, at ZeRO stage 3 between forwards: a placeholder that shows
+whether the program has written to it.
+
+DeepSpeed leaves an empty tensor, and a write to one through `.data` leaves no trace. A placeholder has three or four
+elements: a negative number, a positive one, and NaN. Each forward has other numbers, so that the program cannot write
+back what it has read earlier. They are compared only if torch has copied the placeholder, as it does when it is first
+written, or when its address is read (`Tensor.data_ptr` in torch's documentation): the host waits for no device.
+
+The shape is not the parameter's, so that the backward of a penalty on it fails. Placeholders of one shape share memory,
+as empty tensors have one address: `nn.RNN.flatten_parameters` then leaves weights as they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import nan
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from fabric.strategies.torch_internals import disable_dynamo, require_copy_on_write
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether DeepSpeed has sharded the parameter: at stage 3, or if it was constructed within `init_module`."""
+    from deepspeed.runtime.zero.partition_parameters import is_zero_param
+
+    return bool(is_zero_param(tensor))
+
+
+def shape_of(parameter: Tensor) -> tuple[int, ...]:
+    """The unsharded shape of the parameter."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@final
+class ReleasedParameters:
+    """The parameters of a module that DeepSpeed gathers and releases, and their placeholders; none at stages 1 and 2.
+
+    Ranks: each on its own, except for `gathered`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names: dict[Tensor, str] = {each: name for name, each in module.named_parameters()}
+        self._versions = {each: each._version for each in self._names}
+        self._model = type(module).__name__
+        self._kinds: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+        for each in self._names:
+            shape = shape_of(each)
+            if is_sharded(each) and each.is_floating_point() and 0 not in shape:
+                self._kinds[4 if shape[-1:] == (3,) else 3, each.dtype, each.device].append(each)
+        if self._kinds:
+            require_copy_on_write()
+        self._number = 1
+        self._signs = {
+            (size, dtype, device): torch.tensor([-1, 1, nan, nan][:size], dtype=dtype, device=device)
+            for size, dtype, device in self._kinds
+        }
+        self._written = {kind: torch._lazy_clone(signs) for kind, signs in self._signs.items()}
+        self.placeholders: dict[Tensor, Tensor] = {}
+        self.refuse_changes()
+        self._hooks = []
+        if any(each in self.placeholders for each in module.parameters(recurse=False)):  # released behind `forward`
+            fill = disable_dynamo(lambda *_: self.fill())
+            self._hooks.append(module.register_forward_hook(fill, always_call=True))
+
+    def fill(self, parameters: Iterable[Tensor] = ()) -> None:
+        """Set the placeholder of each of the parameters, or of all, that DeepSpeed has left empty."""
+        for parameter in parameters or self.placeholders:
+            if not parameter.numel() and parameter in self.placeholders:
+                parameter.data = self.placeholders[parameter]
+
+    def close(self) -> None:
+        """Remove the hook, and leave empty tensors, as DeepSpeed does."""
+        for hook in self._hooks:
+            hook.remove()
+        self.empty()
+
+    def empty(self) -> None:
+        """Leave empty tensors in place of placeholders."""
+        for parameter, placeholder in self.placeholders.items():
+            if parameter.is_set_to(placeholder):
+                parameter.data = placeholder.new_empty(0)
+
+    def refuse_changes(self) -> None:
+        """Raise RuntimeError if the program has written to a placeholder, or has replaced one, since the last forward.
+
+        Sets placeholders with other numbers then, outside of inference mode: call it before a forward.
+        """
+        for kind, placeholder in self._written.items():
+            is_copied, signs = not torch._C._is_cow_tensor(placeholder), self._signs[kind][:2]  # type: ignore[attr-defined]
+            if is_copied and not torch.equal(placeholder[:2], signs * self._number):
+                known = (f"`{self._names[each]}`" for each, was in self._versions.items() if each._version != was)
+                name = next(known, f"A parameter of `{self._model}`")  # `.data` has a version of its own
+                raise RuntimeError(LOST.format(name=name, how="changed in place"))
+            for parameter in self._kinds[kind]:
+                if not parameter.is_set_to(placeholder) and parameter.numel() and _is_released(parameter):
+                    name = f"`{self._names[parameter]}`"
+                    raise RuntimeError(LOST.format(name=name, how="assigned through `.data`"))
+        if torch.is_inference_mode_enabled():  # parameters would become inference tensors
+            return
+        self._number = self._number % 251 + 1  # which bfloat16 represents
+        for kind, parameters in self._kinds.items():
+            new = torch._lazy_clone(self._signs[kind] * self._number)
+            for parameter in parameters:
+                if not parameter.numel() or parameter.is_set_to(self._written[kind]):
+                    parameter.data = new
+                self.placeholders[parameter] = new
+            self._written[kind] = new
+
+    @contextmanager
+    def gathered(self, parameters: Sequence[Tensor], *, modifier_rank: int | None = None) -> Iterator[None]:
+        """Context: those of the parameters that are sharded are whole. Ranks: all.
+
+        `modifier_rank`: the rank whose changes are kept; None: the parameters are not changed.
+        """
+        from deepspeed.runtime.zero import GatheredParameters
+
+        sharded = list(filter(is_sharded, parameters))
+        with GatheredParameters(sharded, modifier_rank=modifier_rank, enabled=bool(sharded)):
+            yield
+        self.fill(sharded)
+
+
+def _is_released(parameter: Any) -> bool:
+    return parameter.ds_status.name == "NOT_AVAILABLE"  # type: ignore[no-any-return]
+
+
+LOST = (
+    "{name} was {how}, but at ZeRO stage 3 a weight has no values between forwards, and is a copy in forward: the "
+    "change is lost. Write it on every rank within `with fabric.gathered(model, write=True):`, and read weights within "
+    "`with fabric.gathered(model):`."
+)
