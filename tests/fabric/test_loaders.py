@@ -238,5 +238,5 @@ def test_loading_a_loader_whose_state_was_not_saved_raises(fabric: Fabric, tmp_p
 
 def test_other_numbers_of_objects_in_a_list_are_an_error(fabric: Fabric, tmp_path: Path) -> None:
     fabric.save(tmp_path / "file", {"models": [nn.Linear(1, 1)]})
-    with pytest.raises(ValueError, match=r"`state\['models'\]` is a `list` of 2 entries.*has 1 entries there"):
+    with pytest.raises(ValueError, match=r"`state\['models'\]` is a `list` of 2 entries.*has 1 entries"):
         fabric.load(tmp_path / "file", {"models": [nn.Linear(1, 1), nn.Linear(1, 1)]})
