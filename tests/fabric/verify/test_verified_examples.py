@@ -16,6 +16,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 CASES = [
     ("byte_gpt.py", ["--strategy", "fsdp", *SMALL_GPT]),
+    ("digits.py", ["--strategy", "ddp"]),
+    ("gan.py", ["--strategy", "ddp"]),
+    ("finetune_text.py", ["--strategy", "ddp", "--batch-size", "2"]),
+    ("tensor_parallel.py", ["--tensor", "2", "--batch-size", "4"]),
     ("recommender.py", ["--pairs", "2000", "--batch-size", "64"]),
 ]
 
