@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fabric.checks.record import Step
+from fabric.checks.verify_record import Step
 from fabric.cli.run import options_of
 from fabric.configure.run_options import program_of
 from fabric.verify.runs import Verdict, Verification, ranks_in_words, start_program

@@ -96,8 +96,8 @@ class Request:
         merged = _merge(written, typed)
         checks = [plugin for plugin in plugins if isinstance(plugin, Check)]
         if record is not None:  # the run is recorded, for `fabric verify`
-            from fabric.checks.record import Recording
-            from fabric.checks.recorder import Recorder
+            from fabric.checks.verify_record import Recording
+            from fabric.checks.verify_recorder import Recorder
 
             checks.insert(0, Recorder(Recording(**json.loads(str(record))), merged.get("strategy", "auto")))
         return cls(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
-from fabric.checks.record import RankFacts, Record, Step, factor_of
+from fabric.checks.verify_record import RankFacts, Record, Step, factor_of
 from fabric.strategies.tensors.parameters import name_some
 from fabric.verify.comparison import Difference
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from fabric.checks.record import LENGTH, Record, Sketch, distance
+from fabric.checks.verify_record import LENGTH, Record, Sketch, distance
 
 MARGIN = 16.0
 """How many times the distance of the references a run may be away: sketches estimate norms within about a half, and

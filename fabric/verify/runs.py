@@ -18,8 +18,8 @@ from pathlib import Path
 from traceback import format_exception
 from typing import Any, TypeAlias
 
-from fabric.checks.record import Record, Recording
-from fabric.checks.recorder import Recorder
+from fabric.checks.verify_record import Record, Recording
+from fabric.checks.verify_recorder import Recorder
 from fabric.configure.run_options import ProgramId, as_variable
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.verify.causes import causes, causes_of_chaos, ratio_in_words

@@ -1,16 +1,9 @@
-"""Random generators: the states from which the order of an epoch is drawn, and how ranks diverge.
+"""Random generators, and the states from which the order of an epoch is drawn.
 
 In one process the order is drawn from the generators of torch, `random`, numpy and the sampler, as they are.
 Ranks that share an order draw it from copies of rank 0's states: these replace the states of the generators during a
 draw, and the former ones are restored. That costs about 40 us per draw, and 0.6 ms where numpy is imported; for torch's
 own samplers, 8 us. So indices are drawn in chunks. Another thread that draws at the same time sees the replaced states.
-
-# Note [Generators diverge]
-Ranks seeded alike initialise equal weights and make equal data. After that, dropout, noise and augmentation must differ
-between shares of the data, and be equal on ranks that hold parts of one model. So ranks part once: the set-up of a
-model, or of a loader that splits data, finds which generators all ranks have in the same state, and at the next batch
-of a prepared loader or forward, each share but the first seeds them from that state and its index. Seeds that the
-program sets stand, if they differ by rank or are set after the set-up.
 """
 
 from __future__ import annotations
@@ -19,7 +12,6 @@ import hashlib
 import pickle
 import random
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -28,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fabric.strategies.data.partition import Share
 from fabric.strategies.tensors.rng import Rng
 
 
@@ -304,51 +295,3 @@ def write_all(rngs: Sequence[Rng], states: Sequence[Any]) -> None:
     """Set the states of these generators."""
     for rng, state in zip(rngs, states, strict=True):
         rng.write(state)
-
-
-@final
-class GeneratorDivergence:
-    """Makes the generators of ranks with different shares diverge."""
-
-    def __init__(self) -> None:
-        self._states: dict[str, bytes] = {}
-        """The generators to seed, with digests of their common states."""
-        self._seeded = (0, False)
-        self.is_on = True
-        """Whether ranks are to part at all."""
-
-    def compare(
-        self, share: Share, num_ranks: int, start: Callable[[Sequence[float]], Callable[[], Sequence[float]]]
-    ) -> None:
-        """Find which generators are in the same state on all ranks. Ranks: all. `start`: see `Votes.start`."""
-        if share.count == 1 or not self.is_on:
-            return
-        self._seeded = _seeded()
-        rngs = process_rngs()
-        states = {name: digest(rngs[name].read()) if name in rngs else b"" for name in ("torch", "python", "numpy")}
-        mine = [zlib.crc32(state) for state in states.values()]
-        equal = [total == number * num_ranks for number, total in zip(mine, start(mine)(), strict=True)]
-        if share.index:
-            found = zip(states.items(), equal, strict=True)
-            self._states |= {name: state for (name, state), is_equal in found if is_equal and state}
-
-    def diverge(self, share: Share) -> None:
-        """Seed the generators that were found. If the program has seeded torch's since, skip those that have moved."""
-        if not self._states:
-            return
-        states, self._states = self._states, {}
-        is_seeded = _seeded() not in (self._seeded, (self._seeded[0], False))
-        for name, state in states.items():
-            rng, seed = process_rngs()[name], mix("share", state, share.index)
-            if is_seeded and digest(rng.read()) != state:
-                continue
-            if name == "torch":
-                torch.manual_seed(seed)  # also seeds every device
-            else:
-                rng.seed(seed)
-
-
-def _seeded() -> tuple[int, bool]:
-    """What torch's generator was seeded with last, and whether nothing was drawn since."""
-    seed = torch.initial_seed()
-    return seed, torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(seed).get_state())

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.checks.check import Check
-from fabric.checks.record import RankFacts, Record, Recording, Sketch, Step, sketch_of
+from fabric.checks.verify_record import RankFacts, Record, Recording, Sketch, Step, sketch_of
 from fabric.launchers.process.stack import FORWARD
 from fabric.strategies.checkpoint.state import StateAccess, uncompiled
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
