@@ -1,7 +1,6 @@
 """`Fabric`: the methods that a training loop calls, each delegated to the part that implements it.
 
-It checks the order of calls (no collective before `launch`, nothing is set up twice). It never asks which strategy it
-has.
+It checks the order of calls (no collective before `launch`, nothing set up twice). It never asks for the strategy.
 """
 
 from __future__ import annotations
@@ -79,9 +78,8 @@ class Fabric:
     `strategy`: a name (see `fabric.strategies.available_strategies()`), or a `Strategy` with options of its own.
     `devices`: auto, a count, -1 for all, or the indices of the devices on this node. Inside a rank of a launched
     fabric, `devices=1` creates a separate world of one process, without collectives with the other ranks.
-    `num_nodes`: the number of machines.
-    `precision`: 64-true, 32-true, 16-true, bf16-true, 16-mixed, bf16-mixed.
-    `plugins`: a custom `Precision` or `Environment`.
+    `num_nodes`: the number of machines. `precision`: 64-true, 32-true, 16-true, bf16-true, 16-mixed, bf16-mixed.
+    `plugins`: a custom `Precision`, `Environment` or `Check`.
     `callbacks`: objects whose methods `call` runs. `loggers`: objects that receive metrics.
     `launcher`: auto, script, fork, forkserver, spawn, elastic, external.
     `deterministic`: True (raise for an operation without a deterministic implementation), "warn", or False.
