@@ -19,9 +19,10 @@ END = "the end of the program"
 """The line of a rank that closes its fabric."""
 FORWARD = "forward of a module"
 """Stands before a line whose collectives are made by a module's hooks, such as a broadcast of its buffers."""
-_CONTEXTS = (f"{os.sep}loop{os.sep}gathered.py", f"{os.sep}collectives{os.sep}rank_zero_first.py")
-"""Files with the generator of a context manager that the method of `Fabric` of the same name returns."""
+_CONTEXTS = ("loop/gather_parameters.py", "gathered"), ("collectives/rank_zero.py", "rank_zero_first")
+"""Generators of context managers that the methods of `Fabric` of the same names return."""
 _FABRIC = str(_PACKAGE / "fabric.py"), str(_PACKAGE / "lightning" / "fabric.py")
+_AT_EXIT = str(_PACKAGE / "session.py"), "_close_at_exit"
 
 
 def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
@@ -35,13 +36,14 @@ def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
     for last in frames:
         if not _is_library(last[0], libraries):
             break
-        if (last[0] in _FABRIC and not last[2].startswith("_")) or last[0].endswith(_CONTEXTS):
+        is_method = last[0] in _FABRIC and not last[2].startswith("_")
+        if is_method or any(is_within([last], file, [name]) for file, name in _CONTEXTS):
             method = f"fabric.{last[2]}, "
         elif last[2] == "_call_impl":  # torch.nn.Module's
             method = f"{FORWARD}, "
         elif last[0].startswith(OURS):
             method = ""
-        if last[0] in _FABRIC and last[2] == "_close_at_exit":
+        if (last[0], last[2]) == _AT_EXIT:
             return END
         is_end = is_end or (last[0] in _FABRIC and last[2] == "close")
     else:
