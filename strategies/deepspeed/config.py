@@ -66,9 +66,9 @@ PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-true")
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Return the given dictionary, or that of the given JSON file, after checking its keys.
+    """Return a checked copy of the given dictionary, or of the dictionary in the given JSON file.
 
-    Raises: ValueError: a key is unknown, or is one that the fabric sets.
+    Raises: ValueError: a key is unknown, or the fabric sets it.
     """
     if config is None:
         return {}
@@ -133,15 +133,15 @@ def engine_config(
         "gradient_accumulation_steps": 1,
         "zero_allow_untested_optimizer": True,
         **{key: value for key, value in config.items() if key != "fp16"},
-        "gradient_clipping": 0.0,  # its default is 1.0
+        "gradient_clipping": 0.0,  # DeepSpeed's default is 1.0
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            "reduce_bucket_size": 2**23,  # DeepSpeed's is 5e8: up to there it keeps whole gradients, and a copy of them
-            **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),  # one rule for all: shards
+            "reduce_bucket_size": 2**23,  # DeepSpeed's default is 5e8 elements of whole gradients, kept twice
+            **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),  # shards small parameters, too
             **config.get("zero_optimization", {}),
             **offload,
             "stage": stage,
-            "memory_efficient_linear": False,  # it would replace torch.nn.functional.linear for the whole process
+            "memory_efficient_linear": False,  # True replaces torch.nn.functional.linear for the whole process
         },
         **({"bf16": {"enabled": True}} if precision.name == "bf16-true" else {}),
         **({"fp16": {**config.get("fp16", {}), "enabled": True}} if precision.name == "16-true" else {}),

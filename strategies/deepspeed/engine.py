@@ -1,9 +1,9 @@
 """One model under ZeRO: forward, backward, clipping, and the steps of the user's own optimizer by DeepSpeed's engine.
 
-The engine is never told that a backward is the last of an accumulation window, so gradients accumulate over any number
-of them, as in plain PyTorch; the reduction is completed once, when gradients are first needed: in `clip_gradients` or
-`step()`. Accesses DeepSpeed's gradient shards directly (0.19), because its own clipping supports only one norm, and
-runs only in `step`.
+The engine is never told which backward is the last of an accumulation window, so gradients accumulate over any number
+of backwards, as in plain PyTorch. The reduction is completed once, when gradients are first needed: in `clip_gradients`
+or `step()`. Accesses DeepSpeed's gradient shards directly (0.19): DeepSpeed's own clipping supports one norm, and runs
+within `step`.
 
 `no_backward_sync` changes nothing: at stage 1 gradients are reduced once per step in any case, at stages 2 and 3 in
 every backward, because no rank stores whole gradients.
@@ -48,8 +48,9 @@ class Engine(GradientSync):
     """A DeepSpeed engine with an optimizer.
 
     Between a backward and the next use of the gradients, each parameter with a gradient has a placeholder in
-    `parameter.grad`: at stages 2 and 3 DeepSpeed moves gradients out of it, so that `model.zero_grad()` would find
-    nothing to zero, and at stage 1 it would be read as the average. As in PyTorch, placeholders stay after a step.
+    `parameter.grad`. At stages 2 and 3 DeepSpeed moves gradients elsewhere, so `model.zero_grad()` would find nothing
+    to zero; at stage 1 the gradient of this rank would be read as the average. As gradients do in PyTorch, placeholders
+    stay after a step.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Engine(GradientSync):
         self._added_parameters = AddedParameters(module, unfrozen=True, frozen=stage == 3)
 
         self._arrived: list[Tensor] = []  # parameters that got a gradient in this backward, in order
-        self._reached: set[Tensor] = set()  # since their gradients were last set to None
+        self._reached: set[Tensor] = set()  # since gradients were last set to None
         self._placeholders: dict[Tensor, GradientPlaceholder] = {}
         self._unreduced: dict[Tensor, Tensor] = {}  # at stage 1, between backwards: this rank's gradients
         self._has_gradients = self._is_reduced = self._is_stepped = self._in_backward = self._is_started = False
@@ -90,7 +91,7 @@ class Engine(GradientSync):
             for each in self.trained
         ]
         self._kept = list(map(hold_weakly, self.zero._grad_acc_hooks))
-        if stage == 3:  # DeepSpeed's own hooks would meet a parameter that they do not know
+        if stage == 3:  # before DeepSpeed's hooks, which do not know added parameters
             self._hooks.append(module.register_forward_pre_hook(Hook(self._before_forward), prepend=True))
         self.discard()
 
@@ -101,7 +102,7 @@ class Engine(GradientSync):
         if torch.is_grad_enabled():
             self._added_parameters.refuse(NEVER_TRAINED)
         elif torch.is_inference_mode_enabled():  # DeepSpeed assigns what it gathers to the parameters
-            if not self._leaves_inference_mode:  # behind DeepSpeed's own hooks, which free parameters
+            if not self._leaves_inference_mode:  # after DeepSpeed's hooks, which free parameters
                 self._leaves_inference_mode = True
                 after = Hook(lambda *_: self._outside.close())
                 self._hooks.append(module.register_forward_hook(after, always_call=True))
@@ -133,7 +134,7 @@ class Engine(GradientSync):
         return output
 
     def watch(self) -> Finish | None:
-        if self._in_backward:  # the last one raised, and left gradients of a part of the model
+        if self._in_backward:  # the last backward raised, and left gradients of a part of the model
             self.module.zero_grad()
             self._reached.clear()
             self._arrived.clear()
@@ -169,16 +170,16 @@ class Engine(GradientSync):
         self._is_started = True
         backwards.append(1)
         if self.stage == 2:
-            self.zero.setup_buckets()  # DeepSpeed reduces one after any backward, also if no parameter got a gradient
+            self.zero.setup_buckets()  # DeepSpeed reduces one after each backward, even one without gradients
             if self._in_backward and self.runtime.world.size > 1:
-                after_backward(self._compare_order)  # before DeepSpeed, which reduces its last bucket then
+                after_backward(self._compare_order)  # before DeepSpeed's callback, which reduces the last bucket
         self.engine._backward_prologue()
 
     def _compare_order(self) -> None:
         """Raise RuntimeError if ranks computed gradients of different parameters, or in another order.
 
         At stage 2 a bucket is filled in the order of backward, and reduced by position: gradients of different
-        parameters would be added if the sizes are equal.
+        parameters of equal size would be added.
         """
         arrived = list(map(self._names.__getitem__, self._arrived))
         start_comparing(self.runtime, arrived, _PAIRED.format(name=type(self.module).__name__))()
@@ -253,9 +254,8 @@ class Engine(GradientSync):
             kept.append(self.zero.grad_partitions_flat_buffer)
         else:
             self.zero.micro_step_id = -1
-            self.zero.averaged_gradients.update(
-                dict.fromkeys(self.zero.averaged_gradients)
-            )  # which parameters refer to
+            # In place: parameters refer to this dictionary.
+            self.zero.averaged_gradients.update(dict.fromkeys(self.zero.averaged_gradients))
             self.zero.all_grad_tensors = {}
             if self._offloads:
                 self.zero.reset_cpu_buffers()
@@ -268,8 +268,8 @@ class Engine(GradientSync):
     def _reduce(self) -> None:
         """Average the accumulated gradients, once per window.
 
-        Raises: RuntimeError: a parameter has no gradient on this rank: plain PyTorch would not update it. Where other
-        ranks have one, release 0.19 reduces messages of different lengths, and aborts.
+        Raises: RuntimeError: a parameter has no gradient on this rank. Plain PyTorch leaves such a parameter unchanged;
+        release 0.19 aborts if other ranks have a gradient for it, because messages then differ in length.
         """
         if self._is_reduced or not self._has_gradients:
             return
@@ -301,7 +301,7 @@ class Engine(GradientSync):
         for parameter in self._reached:
             try:
                 parameter.grad = self._placeholders[parameter]
-            except (KeyError, RuntimeError):  # none was made, or at stage 3 the parameter was gathered then
+            except (KeyError, RuntimeError):  # there is none, or it was made for the gathered parameter (stage 3)
                 parameter.grad = self._placeholders[parameter] = GradientPlaceholder(parameter, _READ)
 
     def _take_placeholders(self) -> None:
@@ -341,7 +341,7 @@ class Engine(GradientSync):
         optimizer.step_was_skipped = False  # type: ignore[attr-defined]
         self._take_placeholders()
         try:
-            if self._is_stepped:  # a backward in between is right: a critic's gradients, before they are zeroed
+            if self._is_stepped:  # a backward in between is right: it may be a critic's, zeroed next
                 raise RuntimeError(_STEPPED.format(name=type(self.module).__name__))
             if not self._has_gradients:
                 self._refuse_other_gradients()
@@ -388,8 +388,8 @@ class Engine(GradientSync):
     def _take_changed_weights(self) -> None:
         """Write what the program has changed in the weights since the last step into the shards that DeepSpeed trains.
 
-        At stage 3 there is nothing to take: between forwards a weight has no values, and a change of it is lost. Its
-        version counter shows one here; one through `.data` shows before the next forward (`ReleasedParameters`).
+        At stage 3 a weight has no values between forwards, so a change is lost, and raises RuntimeError: here if the
+        version counter shows the change, before the next forward if it was made through `.data` (`ReleasedParameters`).
         """
         places = list(map(self._place, self._watched))
         if places != self._places:
@@ -420,10 +420,10 @@ class Engine(GradientSync):
         self.zero.checkpoint_event_epilogue()
 
     def drive(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Make `optimizer.step()` run the engine's. Returns a function that undoes it.
+        """Make `optimizer.step()` step the engine. Returns a function that undoes it.
 
-        The engine steps a copy of the optimizer, made by `copy_of`, whose groups have shards. So the groups of the
-        program's optimizer keep its parameters, and hooks and schedulers run once a step.
+        The engine steps a copy of the optimizer, made by `copy_of`, whose groups hold shards. So the program's
+        optimizer keeps its parameters, and hooks and schedulers run once a step.
         """
 
         self._num_groups = len(optimizer.param_groups)
@@ -461,13 +461,13 @@ def is_trained(group: Mapping[str, Any]) -> bool:
 
 
 def copy_of(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer, without state and without hooks, as it would be unpickled, with the groups that are trained:
-    DeepSpeed removes empty ones, and fails on those that are frozen."""
+    """A copy of the optimizer without state and hooks, as by unpickling, with the parameter groups that are trained:
+    DeepSpeed removes empty groups, and fails on frozen ones."""
     made: Optimizer = object.__new__(type(optimizer))
     own = {name: value for name, value in vars(optimizer).items() if not name.endswith("_hooks")}
     groups = [dict(group) for group in optimizer.param_groups if is_trained(group)]
     made.__setstate__({**own, "state": defaultdict(dict), "param_groups": groups})
-    plain = getattr(type(made).step, "__wrapped__", type(made).step)  # hooks of all optimizers run in the program's
+    plain = getattr(type(made).step, "__wrapped__", type(made).step)  # the program's optimizer runs global hooks
     made.step = MethodType(plain, made)  # type: ignore[method-assign]
     return made
 
@@ -497,7 +497,7 @@ _OF_HOOKS = (
     (
         "NestedTensor",
         "A submodule was called with nested tensors, which DeepSpeed's hooks at stage 3 cannot pass on: {error} Write "
-        "`nn.TransformerEncoder(..., enable_nested_tensor=False)`, or make them with `layout=torch.jagged`.",
+        "`nn.TransformerEncoder(..., enable_nested_tensor=False)`, or make nested tensors with `layout=torch.jagged`.",
     ),
     ("vars() argument must have", _UNSEARCHED),
 )
@@ -514,8 +514,8 @@ _PAST_FORWARD = (
     "(stages 1 and 2)."
 )
 _STEPPED = (
-    "A step of `{name}` whose gradients were not zeroed since the last one. Plain PyTorch would use those again, and "
-    "DeepSpeed has none of them any more. Call `optimizer.zero_grad()` after each step."
+    "A step of `{name}` whose gradients were not zeroed since the last step. Plain PyTorch would use these gradients "
+    "again, but DeepSpeed has discarded them. Call `optimizer.zero_grad()` after each step."
 )
 _READ = (
     "that DeepSpeed keeps, in shards or not averaged yet: `parameter.grad` has no values here. To clip, or for the "
@@ -527,12 +527,12 @@ _ASSIGNED = (
 )
 _OWN_GRADIENT = (
     "`optimizer.step()` with a gradient that was assigned to `{name}`, of `torch.autograd.grad` or of a copy of the "
-    "model: DeepSpeed steps with the gradients that it has reduced itself. Compute it by `fabric.backward(loss)`, or "
-    "pass `strategy='ddp'` and average it: `parameter.grad = fabric.all_reduce(gradient)`."
+    "model: DeepSpeed steps with the gradients that it has reduced itself. Compute the gradient by "
+    "`fabric.backward(loss)`, or pass `strategy='ddp'` and average it: `parameter.grad = fabric.all_reduce(gradient)`."
 )
 _ZEROED_IN_PART = (
-    "{count} gradients of `{name}` were zeroed since the last backward, and others were not: DeepSpeed keeps them "
-    "together. Zero all of them, or pass `strategy='ddp'` or 'fsdp'."
+    "{count} gradients of `{name}` were zeroed since the last backward, and others were not: DeepSpeed keeps all "
+    "gradients together. Zero all of them, or pass `strategy='ddp'` or 'fsdp'."
 )
 _CLIPPED = (
     "A backward of `{name}` after its gradients were averaged, and before `optimizer.step()`: under DeepSpeed the "
@@ -541,8 +541,8 @@ _CLIPPED = (
     "within `fabric.accumulate` or `no_backward_sync`, and clip after the last one."
 )
 _MOVED = (
-    "`{name}.data` was replaced after `fabric.setup`, but DeepSpeed trains the tensor that it had then. Write the "
-    "values into it: `parameter.data.copy_(values)`."
+    "`{name}.data` was replaced after `fabric.setup`, but DeepSpeed trains the tensor that `setup` found there. Write "
+    "the values into that tensor: `parameter.data.copy_(values)`."
 )
 _RUN_TWICE = (
     "A second backward through one forward of `{name}`: at ZeRO stage 3 the weights were released after the first. Add "
@@ -559,10 +559,10 @@ _PAIRED = (
     "`strategy='ddp_find_unused_parameters_true'`."
 )
 UNUSED = (
-    "DeepSpeed would step them as if it were zero, with momentum and weight decay, whereas PyTorch leaves them "
-    "unchanged. Freeze those that are never used, by `requires_grad_(False)` before `setup`; for those that only some "
-    "steps use, keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`). Or pass `strategy='fsdp'` if all "
-    "ranks use the same parameters in a step, and `strategy='ddp_find_unused_parameters_true'` if they do not."
+    "DeepSpeed would step them with gradients of zero, momentum and weight decay, whereas PyTorch leaves them "
+    "unchanged. Freeze parameters that are never used, by `requires_grad_(False)` before `setup`; for parameters that "
+    "only some steps use, keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`). Or pass `strategy='fsdp'` "
+    "if all ranks use the same parameters in a step, otherwise `strategy='ddp_find_unused_parameters_true'`."
 )
 _CALLS_CLOSURE = (
     "`{optimizer}.step` calls its closure itself, and under `strategy='deepspeed'` it runs within DeepSpeed's step, on "

@@ -20,16 +20,17 @@ from fabric.strategies.runtime import Runtime
 
 @contextmanager
 def in_shards(runtime: Runtime, config: Mapping[str, Any]) -> Iterator[None]:
-    """Context: each parameter is sharded as soon as it is made, with rank 0's values, also that of a copy of a module.
+    """Context: each parameter is sharded as soon as it is made, with rank 0's values, also in a copy of a module.
 
-    DeepSpeed leaves an empty tensor of one dimension in it. Until `hide_shapes` it has its shape, which programs read
-    to make parameter groups and to count weights, over one element of memory, which is NaN. Ranks: all.
+    DeepSpeed leaves an empty tensor in a sharded parameter. Until `hide_shapes` the parameter has its unsharded shape
+    instead, over one element of memory, which is NaN: programs read shapes to make parameter groups and to count
+    weights. Ranks: all.
     """
     with with_environment(runtime.world, runtime.device.type) as deepspeed:
 
         class ShardSameParameters(deepspeed.zero.Init):  # type: ignore[misc, name-defined]
             def _post_init_method(self, module: nn.Module) -> None:
-                if module._parameters:  # DeepSpeed broadcasts these by their order
+                if module._parameters:  # DeepSpeed broadcasts parameters by position
                     refuse_different_models(runtime, module, "construction of", recurse=False)
                 super()._post_init_method(module)
                 for parameter in module.parameters(recurse=False):
@@ -37,7 +38,7 @@ def in_shards(runtime: Runtime, config: Mapping[str, Any]) -> Iterator[None]:
 
             def _partition_param(self, param: Any, *args: Any, **kwargs: Any) -> None:
                 super()._partition_param(param, *args, **kwargs)
-                if _shows_shape(param):  # it was gathered for a while
+                if _shows_shape(param):  # it was gathered, and is sharded again
                     _show_shape(param)
 
         # Without `dtype`: on a device without float16, release 0.19 uses bfloat16 for any dtype that is passed.
@@ -47,7 +48,7 @@ def in_shards(runtime: Runtime, config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def hide_shapes(module: nn.Module) -> None:
-    """Let parameters in shards be empty again, as DeepSpeed's engine expects them."""
+    """Make sharded parameters empty tensors again, as DeepSpeed's engine expects."""
     for parameter in filter(_shows_shape, module.parameters()):
         del parameter.__deepcopy__
         parameter.data = parameter.data.new_empty(0)
@@ -64,7 +65,7 @@ def _shows_shape(parameter: Any) -> bool:
 
 
 def _copy_of(parameter: Any, memo: dict[int, Any]) -> nn.Parameter:
-    """A copy in shards of its own, as `nn.TransformerEncoder` makes them of its layer. Ranks: all."""
+    """A copy of a sharded parameter, sharded too: `nn.TransformerEncoder` copies its layer. Ranks: all."""
     from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters([parameter]):
@@ -76,10 +77,10 @@ def _copy_of(parameter: Any, memo: dict[int, Any]) -> nn.Parameter:
 
 @final
 class _WholeInitialization(TorchFunctionMode):
-    """Within the context, a function that initialises a parameter in shards initialises the whole parameter.
+    """Within the context, a function that initialises a sharded parameter initialises the whole parameter.
 
-    DeepSpeed shards a submodule's parameters when it is made; of one that the model then initialises to zeros, it would
-    leave what was there. Ranks: all make the same calls; the values are those of rank 0.
+    DeepSpeed shards a submodule's parameters when the submodule is made. If the model then sets a parameter to zeros,
+    the shards would keep their former values. Ranks: all make the same calls; the values are those of rank 0.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -27,7 +27,7 @@ from fabric.launchers.world import World
 NAMES: Names = {
     "deepspeed": {"ops": "`__compatible_ops__`: prevents compiling the extension for inference"},
     "deepspeed.utils.groups": {"_release_process_group_references": "drops the process groups of an earlier world"},
-    "deepspeed.comm.comm": {"cdb": "its functions of torch are deprecated, and replaced here"},
+    "deepspeed.comm.comm": {"cdb": "the backend, whose deprecated functions of torch are replaced"},
     "deepspeed.runtime.compiler": {"compile": "prevents compiling Muon's functions at import"},
     "deepspeed.runtime.engine:DeepSpeedEngine": {
         "_backward_prologue": "starts a backward; `engine.backward` cannot be used if several models share a loss",
@@ -117,8 +117,8 @@ def join(world: World, device_type: str) -> None:
 
 
 def forget_models() -> None:
-    """Empty the lists in which stage 3 keeps each model for ever (0.19), and collect those that nothing else keeps. Not
-    within a forward."""
+    """Empty the caches in which stage 3 keeps each model for ever (0.19), and collect models that nothing else keeps.
+    Must not run within a forward."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
@@ -129,10 +129,10 @@ def forget_models() -> None:
 
 
 def _import_muon() -> None:
-    """Import DeepSpeed's Muon without compiling its functions, which `fabric.setup` refuses.
+    """Import DeepSpeed's Muon without compiling its functions.
 
-    DeepSpeed would compile them when it imports Muon, which it does for every optimizer: that imports torch's
-    compilers, two seconds on every rank (0.19).
+    DeepSpeed imports Muon for every optimizer, and compiles these functions at import: that imports torch's compilers,
+    two seconds on every rank (0.19).
     """
     from deepspeed.runtime import compiler
 
@@ -159,7 +159,7 @@ def with_environment(world: World, device_type: str) -> Iterator[Any]:
     )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # for what it imports from torch
+            warnings.simplefilter("ignore", DeprecationWarning)  # of names that DeepSpeed imports from torch
             import deepspeed
             from deepspeed.accelerator import get_accelerator
 
@@ -183,7 +183,7 @@ def local_rank(world: World) -> AbstractContextManager[None]:
 
 
 def _to_stderr() -> None:
-    """Log to stderr, because stdout is the user's, and only errors: DeepSpeed warns about 'untested' optimizers."""
+    """Make DeepSpeed log only errors (it warns about 'untested' optimizers), and to stderr: stdout is the user's."""
     logger = logging.getLogger("DeepSpeed")
     logger.setLevel(max(logger.level, logging.ERROR))
     for handler in logger.handlers:

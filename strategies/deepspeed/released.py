@@ -1,13 +1,15 @@
 """What a parameter holds while DeepSpeed has released it, at ZeRO stage 3 between forwards: a placeholder that shows
 whether the program has written to it.
 
-DeepSpeed leaves an empty tensor, and a write to one through `.data` leaves no trace. A placeholder has three or four
-elements: a negative number, a positive one, and NaN. Each forward has other numbers, so that the program cannot write
-back what it has read earlier. They are compared only if torch has copied the placeholder, as it does when it is first
-written, or when its address is read (`Tensor.data_ptr` in torch's documentation): the host waits for no device.
+DeepSpeed leaves an empty tensor, in which a write through `.data` leaves no trace. A placeholder has three or four
+elements: a negative number, a positive number, and NaN. Each forward has new numbers, so a program that writes back the
+numbers it has read earlier is found, too. The numbers are compared only if torch has copied the placeholder, which it
+does at the first write and when the address is read (`Tensor.data_ptr` in torch's documentation). In all other forwards
+the host waits for no device.
 
-The shape is not the parameter's, so that the backward of a penalty on it fails. Placeholders of one shape share memory,
-as empty tensors have one address: `nn.RNN.flatten_parameters` then leaves weights as they are.
+A placeholder's shape differs from the parameter's, so the backward of a penalty on a released parameter fails.
+Placeholders of one shape share memory, as empty tensors have one address: `nn.RNN.flatten_parameters` then leaves
+weights as they are.
 """
 
 from __future__ import annotations
@@ -63,12 +65,12 @@ class ReleasedParameters:
         self.placeholders: dict[Tensor, Tensor] = {}
         self.refuse_changes()
         self._hooks = []
-        if any(each in self.placeholders for each in module.parameters(recurse=False)):  # released behind `forward`
+        if any(each in self.placeholders for each in module.parameters(recurse=False)):  # released after `forward`
             fill = disable_dynamo(lambda *_: self.fill())
             self._hooks.append(module.register_forward_hook(fill, always_call=True))
 
     def fill(self, parameters: Iterable[Tensor] = ()) -> None:
-        """Set the placeholder of each of the parameters, or of all, that DeepSpeed has left empty."""
+        """Put placeholders into the parameters (default: all) that DeepSpeed has left empty."""
         for parameter in parameters or self.placeholders:
             if not parameter.numel() and parameter in self.placeholders:
                 parameter.data = self.placeholders[parameter]
@@ -88,13 +90,13 @@ class ReleasedParameters:
     def refuse_changes(self) -> None:
         """Raise RuntimeError if the program has written to a placeholder, or has replaced one, since the last forward.
 
-        Sets placeholders with other numbers then, outside of inference mode: call it before a forward.
+        Then sets placeholders with new numbers, except in inference mode. Call it before a forward.
         """
         for kind, placeholder in self._written.items():
             is_copied, signs = not torch._C._is_cow_tensor(placeholder), self._signs[kind][:2]  # type: ignore[attr-defined]
             if is_copied and not torch.equal(placeholder[:2], signs * self._number):
                 known = (f"`{self._names[each]}`" for each, was in self._versions.items() if each._version != was)
-                name = next(known, f"A parameter of `{self._model}`")  # `.data` has a version of its own
+                name = next(known, f"A parameter of `{self._model}`")  # `.data` has its own version counter
                 raise RuntimeError(LOST.format(name=name, how="changed in place"))
             for parameter in self._kinds[kind]:
                 if not parameter.is_set_to(placeholder) and parameter.numel() and _is_released(parameter):
@@ -113,7 +115,7 @@ class ReleasedParameters:
 
     @contextmanager
     def gathered(self, parameters: Sequence[Tensor], *, modifier_rank: int | None = None) -> Iterator[None]:
-        """Context: those of the parameters that are sharded are whole. Ranks: all.
+        """Context: the sharded ones among the parameters are gathered. Ranks: all.
 
         `modifier_rank`: the rank whose changes are kept; None: the parameters are not changed.
         """

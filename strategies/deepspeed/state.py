@@ -1,7 +1,7 @@
 """The unsharded state of a model under ZeRO: gather it from shards, and load it into them.
 
 A checkpoint is written from the shards. Unsharded state is gathered one parameter at a time, and only rank 0 keeps it.
-Weights are those of the optimizer, in float32 whatever dtype the model computes in, so that a resumed run has the same.
+Weights are read from the optimizer, in float32 whatever dtype the model computes in: a resumed run has equal weights.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ZeroState(StateAccess):
         return self._module_state(module, lambda tensor: self._keep(self._whole(tensor)))
 
     def _module_state(self, module: nn.Module, entry: Callable[[Tensor], Any]) -> dict[str, Any]:
-        """The state of a module with `entry` of each tensor, called once for a tied one, which is one in the file too.
+        """The state of a module, `entry(tensor)` for each tensor. All names of a tied tensor share one entry.
 
         Raises: RuntimeError: a hook computed an entry from a sharded parameter, which is empty here.
         """
@@ -91,7 +91,7 @@ class ZeroState(StateAccess):
         self.write_module(module, content, strict=strict)
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
-        """Values of `content` may be `Stored`: then one of them at a time is read."""
+        """Values of `content` may be `Stored`; they are read one at a time."""
         if self.stage != 3:
             module.load_state_dict(mapped_module(content), strict=strict)
         own = module.state_dict(keep_vars=True)
@@ -196,12 +196,12 @@ class ZeroState(StateAccess):
         self.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": state})
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
-        """Tensors of parameters may be `Stored`: then one of them at a time is read."""
+        """Tensors in `content` may be `Stored`; they are read one at a time."""
         saved = content["param_groups"]
         sizes, saved_sizes = [len(group) for group in self.groups], [len(group["params"]) for group in saved]
         if sizes != saved_sizes:
             raise ValueError(
-                f"The optimizer has parameter groups of {sizes} parameters, but that in the checkpoint {saved_sizes}. "
+                f"The optimizer has parameter groups of {sizes} parameters, but the saved one of {saved_sizes}. "
                 "Make the same parameter groups as in the saved run."
             )
         for group, other in zip(optimizer.param_groups, saved, strict=True):
@@ -209,7 +209,7 @@ class ZeroState(StateAccess):
         number_of = dict(zip(map(id, self._all()), (n for group in saved for n in group["params"]), strict=True))
         for flat, parameters in self._flats():
             entries = {id(p): content["state"].get(number_of[id(p)], {}) for p in parameters}
-            self.zero.optimizer.state.pop(flat, None)  # before its memory is allocated anew
+            self.zero.optimizer.state.pop(flat, None)  # freed before the new state is allocated
             self.zero.optimizer.state[flat] = _flat_entries(flat, parameters, list(entries.values()))
         self._link()
         for parameter in self._all():
@@ -252,7 +252,7 @@ class ZeroState(StateAccess):
     # One tensor
 
     def _shards(self, tensor: Tensor) -> TensorShards | Tensor:
-        """A tensor of the module that may be sharded."""
+        """The shards of a tensor of the module, or the tensor itself if it is not sharded."""
         if id(tensor) in self.trained:
             return self._trained_shards(tensor, None)
         if not is_sharded(tensor):
@@ -271,7 +271,7 @@ class ZeroState(StateAccess):
                 own = (safe_get_local_fp32_param(parameter) if key is None else read(parameter, key)).flatten()
             return flat_shard(shape, rank * own.numel(), own, rank)
         mapping = cast(Any, parameter)._hp_mapping
-        if mapping is None:  # this rank has no shard of it
+        if mapping is None:  # this rank has no shard of the parameter
             return no_shards(shape, torch.float32)
         start, own = mapping.lp_fragment_address.start, mapping.get_hp_fragment(key).flatten()
         if key is None:
@@ -312,8 +312,8 @@ _COMPUTED = (
 
 
 def _gather_for_gradient(parameter: Tensor, accumulation: Any) -> None:
-    """Let autograd's node that accumulates the gradient of a parameter find it whole, also if its submodule does not
-    run then: torch takes the shape of the gradient from it."""
+    """Gather a parameter while autograd accumulates its gradient, even if its submodule does not run in that backward:
+    torch reads the gradient's shape from the parameter."""
     from deepspeed.runtime.zero import GatheredParameters
 
     stack = ExitStack()
@@ -328,8 +328,8 @@ def _gather_for_gradient(parameter: Tensor, accumulation: Any) -> None:
 
 @contextmanager
 def _reached(parameter: Tensor) -> Iterator[None]:
-    """Context: DeepSpeed's functions find a trained parameter that is frozen for a while, as a critic is in the steps
-    of its generator. At stage 3 they return None for it, and write nothing, without a message (0.19)."""
+    """Context: a trained parameter requires gradients, even if it is frozen for a while, as a critic's are in the steps
+    of the generator. At stage 3 DeepSpeed's functions silently skip a frozen parameter (0.19)."""
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)
     try:
@@ -349,8 +349,8 @@ def _is_elementwise(key: str, value: Any, parameter: Tensor) -> bool:
 
 
 def as_changed(trained: Tensor, weight: Tensor) -> Tensor:
-    """The weight as it is trained, except where the program has changed the weight that it sees: `(*S)`, `(*S)` ->
-    `(*S)`. Rounding alone is no change. Does not wait for the device."""
+    """The trained weight, with the program's changes of the weight that the model computes with: `(*S)`, `(*S)` ->
+    `(*S)`. A difference by rounding alone is no change. Does not wait for the device."""
     seen = weight.to(trained.device)
     if seen.dtype == trained.dtype:
         return seen
@@ -358,7 +358,7 @@ def as_changed(trained: Tensor, weight: Tensor) -> Tensor:
 
 
 def _flat_entries(flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The entries of a flat partition, made from those of its parameters; its tensors are zero."""
+    """The entries of a flat partition, from the entries of its parameters. Tensors are zero."""
     first: dict[str, Any] = {}
     for parameter, own in zip(parameters, entries, strict=True):
         shared: dict[str, Any] = {
@@ -389,7 +389,7 @@ def _check_names(model: str, own: Iterable[str], content: Iterable[str]) -> None
 class LossScale:
     """DeepSpeed's loss scale in the checkpoint format of all strategies.
 
-    `scaler`: a `DynamicLossScaler` of DeepSpeed, which grows by the steps since its last overflow.
+    `scaler`: a `DynamicLossScaler` of DeepSpeed, whose scale grows with the steps since the last overflow.
     """
 
     def __init__(self, scaler: Any) -> None:

@@ -50,7 +50,7 @@ from fabric.strategies.tensors.wrapper_subclass import frozen_wrapped
 class DeepSpeedStrategy(ProcessGroupStrategy):
     """ZeRO by DeepSpeed: one process per device, each with its share of the data and a shard of what `stage` selects.
 
-    The model's loss may run through several models at once. `no_backward_sync` does not change results: at stage 1
+    One loss may run through several models. `no_backward_sync` does not change results: at stage 1
     gradients are reduced once per step in any case, at stages 2 and 3 in every backward, because no rank stores whole
     gradients.
 
@@ -292,13 +292,13 @@ def _scalars_broadcast(runtime: Runtime, module: nn.Module, stage: int) -> Itera
             del parameter.ds_optim_param
             if stage == 3:
                 parameter.ds_shape = torch.Size(())
-                if parameter.numel() == 1:  # small ones are kept whole
+                if parameter.numel() == 1:  # DeepSpeed keeps small parameters whole
                     parameter.data = parameter.data.view(())
 
 
 @contextmanager
 def _wrapped_hidden(runtime: Runtime, module: nn.Module) -> Iterator[None]:
-    """Broadcast frozen quantised parameters, and hide them from DeepSpeed, which would do so as bytes. Ranks: all."""
+    """Broadcast frozen quantised parameters, and hide them from DeepSpeed, which broadcasts bytes. Ranks: all."""
     frozen = list(frozen_wrapped(module).values())
     broadcast_from_rank_zero(runtime.collective, frozen)
     hidden = [(part, name, each) for part in module.modules() for name, each in part._parameters.items()]
@@ -355,7 +355,7 @@ def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Opti
         if not any(map(is_trained, optimizer.param_groups)):
             raise ValueError(
                 f"The `{type(optimizer).__name__}` holds no parameter that requires a gradient, and an engine of "
-                "DeepSpeed trains some. Unfreeze them before `fabric.setup`, or leave the optimizer out."
+                "DeepSpeed needs one. Unfreeze parameters before `fabric.setup`, or leave the optimizer out."
             )
         if isinstance(optimizer, Adagrad):
             raise ValueError(_REPLACED)
@@ -366,8 +366,8 @@ def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Opti
 
 
 _COMPILED = (
-    "`setup(torch.compile(model))` at ZeRO stage 3: DeepSpeed's hooks gather the weights around each submodule, and a "
-    "model that was compiled before does not run them. Compile what `setup` returns, or use stage 2."
+    "`setup(torch.compile(model))` at ZeRO stage 3: DeepSpeed's hooks gather the weights around each submodule, but a "
+    "compiled model does not run them. Compile what `setup` returns, or use stage 2."
 )
 _LATER = (
     "`setup_optimizers` under `strategy='deepspeed'`: DeepSpeed sets up a model and its optimizer together. Call "

@@ -3,9 +3,9 @@
 The first fully sharded module (Baines et al., 2021), for code that relies on it; `fsdp` is its successor. Its wrapper
 is kept beside the user's module, not around it: parameters remain the same objects, under the same names, so
 optimizers made before `setup` remain valid. Between forwards a parameter is this rank's shard: one dimension, padded to
-equal lengths; what reads its gradient as a whole raises (`fsdp_shards.py`). `state_dict()` of the module and of its
-submodules is a collective that returns unsharded tensors; `load_state_dict` of optimizers takes those, and that of
-modules where `fabric.load` calls it, or within `fabric.gathered(model, write=True)`.
+equal lengths. An operation that needs its whole gradient raises (`fsdp_shards.py`). `state_dict()` of the module and of
+its submodules is a collective that returns unsharded tensors. `load_state_dict` takes unsharded tensors: of optimizers
+at any time, of modules in `fabric.load` and within `fabric.gathered(model, write=True)`.
 
 Every forward all-gathers parameters, so all ranks call it, in evaluations, too.
 """
@@ -60,7 +60,8 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
 
     Args:
         wrap: Submodules whose parameters are all-gathered when they run, and freed afterwards: classes, or a function
-            of a module. Other parameters are gathered for the whole forward and backward. None: all are.
+            of a module. Other parameters are gathered for the whole forward and backward. None: all
+            parameters are.
         reshard_after_forward: Free the parameters of these submodules after forward, and all-gather them again for
             backward. False: more memory, less communication.
         bucket_bytes: Size of the gradients in one reduce-scatter. Each rank allocates as much during backward, for
@@ -148,8 +149,8 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
 
 _CHOSEN_BY_SHAPE = (
     "`{optimizer}` has a parameter group without parameters. After `fabric.setup` under `strategy='ddp_fully_sharded'` "
-    "parameters are shards of one dimension, so groups that a program chooses by `ndim` are others. Make the optimizer "
-    "before: `model, optimizer = fabric.setup(model, optimizer)`."
+    "parameters are shards of one dimension, so groups that a program chooses by `ndim` would differ. Make the "
+    "optimizer before: `model, optimizer = fabric.setup(model, optimizer)`."
 )
 _WHOLE_MATRICES = (Adafactor, Muon)
 """Optimizers whose step needs the unsharded shape of a parameter."""

@@ -1,14 +1,14 @@
 """What a rank holds of a model under FairScale's FullyShardedDataParallel: shards of parameters, gradients and states.
 
-A shard is one-dimensional, and equally long on every rank: the last ones are padded with zeros. FairScale stores the
+A shard is one-dimensional, and equally long on every rank: the last shards are padded with zeros. FairScale stores the
 unsharded shape on the parameter, as `_orig_size`. With the hooks of this file `state_dict()` of a module and of its
-submodules returns unsharded tensors, copied to the CPU, on every rank; `load_state_dict` of optimizers takes them, and
-that of modules where fabric calls it. Ranks: all call `state_dict()`; each loads by itself. A checkpoint is written
-from the shards, by `SlicedState`.
+submodules returns unsharded tensors, copied to the CPU, on every rank. `load_state_dict` of optimizers takes unsharded
+tensors, and so does `load_state_dict` of modules where fabric calls it. Ranks: all call `state_dict()`; each loads by
+itself. A checkpoint is written from the shards, by `SlicedState`.
 
-Between backward and step, gradients are `GradientShard`s: a norm, a comparison or a copy of one would be that of the
-shard, silently, and raises. What changes each element in place is right: `parameter.grad.mul_(0.5)`. Backward and the
-steps of prepared optimizers have plain tensors.
+Between backward and step, gradients are `GradientShard`s: a norm, a comparison or a copy of a gradient raises, because
+it would be that of the shard. An operation that changes each element in place is right: `parameter.grad.mul_(0.5)`.
+Backward and the steps of prepared optimizers have plain tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fabric.strategies.undo import undo_all
 _NUMBERS = ("step", "mu_product", "mu", "eta")
 """State of torch's optimizers that is a scalar for every shape of the parameter."""
 _Entry: TypeAlias = Callable[[Tensor, torch.Size], Any]
-"""The entry of a tensor in a state, from this rank's shard and the unsharded shape."""
+"""Makes the entry of a tensor in a state, from this rank's shard and the unsharded shape."""
 
 
 def slice_of(whole: Tensor, collective: Collective) -> Tensor:
@@ -78,7 +78,7 @@ def attach_optimizer(
         parameters = owned(optimizer)
         reveal(parameters)
         for parameter in parameters:
-            parameter.is_stepping = True  # which a backward in a closure asks for
+            parameter.is_stepping = True  # read by a backward in the closure of the step
 
     def after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parameters: list[Any] = parameters_of(optimizer)
@@ -99,7 +99,7 @@ def attach_optimizer(
 
 
 def _cut_state(collective: Collective, optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
-    """A whole state with this rank's shards; what is in shards already stays."""
+    """A state with this rank's shards in place of whole tensors. Shards stay as they are."""
     by_index = by_saved_index(optimizer, content)
     known = {index: entries for index, entries in content["state"].items() if index in by_index}
     return map_state(
@@ -122,7 +122,7 @@ def _sliced_entry(name: str, value: Any, parameter: Any, collective: Collective)
 
 @final
 class ModuleHook(KeepsNamesAndShapes):
-    """A hook on a sharded module. It makes copies raise: they would have shards that nothing gathers."""
+    """A hook on a sharded module. A copy of the module raises: its shards would never be gathered."""
 
     def __init__(self, function: Callable[..., None], *first: Any) -> None:
         self._function, self._first = function, first
@@ -148,7 +148,7 @@ def _gather(collective: Collective, part: nn.Module, content: dict[str, Any], pr
 
 
 def _gather_renamed(collective: Collective, module: nn.Module, content: dict[str, Any], prefix: str, _: Any) -> None:
-    """Gather what hooks of the user have renamed before ours found it."""
+    """Gather shards that the user's hooks have renamed before `_gather` ran."""
     shards: dict[int, Any] = {each.data_ptr(): each for each in module.parameters() if _is_shard(each) and each.numel()}
     for name, value in content.items():
         if type(value) is Tensor and (own := shards.get(value.data_ptr())) is not None:
@@ -169,7 +169,7 @@ def _slice(collective: Collective, part: nn.Module, content: dict[str, Any], pre
 
 
 def _own_parameters(part: nn.Module) -> list[tuple[str, Any]]:
-    """Not those that `fabric.gathered` has put in their place, which are whole."""
+    """The sharded parameters of a submodule. Within `fabric.gathered` its parameters are whole, and left out."""
     return [(name, each) for name, each in part._parameters.items() if each is not None and _is_shard(each)]
 
 
@@ -225,7 +225,7 @@ class SlicedState(StateAccess):
         return self._optimizer_state(optimizer, self._shards)
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
-        # As shards: an optimizer whose own `load_state_dict` calls that of torch may read what it was given again.
+        # As shards: an optimizer that overrides `load_state_dict` may read its argument again after calling torch's.
         PLAIN.write_optimizer(optimizer, _cut_state(self._collective, optimizer, content))
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
@@ -236,7 +236,7 @@ class SlicedState(StateAccess):
         return {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in state.items()}
 
     def _module_state(self, module: nn.Module, entry: _Entry) -> dict[str, Any]:
-        """The state of a module with an entry for each parameter, one for all names of a tied one."""
+        """The state of a module with an entry for each parameter. All names of a tied parameter share one entry."""
         state: dict[str, Any] = module.state_dict(keep_vars=True)
         made: dict[Tensor, Any] = {}
         for name, value in state.items():
@@ -283,7 +283,7 @@ class GradientShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run what changes each element in place; raise RuntimeError for the rest."""
+        """Run an operation that changes each element in place; raise RuntimeError for any other."""
         name = operator.overloadpacket.__name__
         of_many = name.startswith("_foreach_")
         if not name.endswith("_") or not (of_many or name in _BY_ELEMENT or torch.Tag.pointwise in operator.tags):
@@ -315,7 +315,7 @@ def plain_of(tensor: Tensor) -> Tensor:
 
 
 def holds_local(parameter: Any) -> bool:
-    """Whether the gradient is unsharded and not averaged. Its shape may not show it: `(1,)` may be that of a shard."""
+    """Whether the gradient is unsharded and not averaged. Its shape may not tell: `(1,)` may be a shard's shape."""
     gradient = parameter.grad
     if gradient is None or isinstance(gradient, GradientShard) or vars(parameter).get("is_stepping"):
         return False
@@ -324,7 +324,7 @@ def holds_local(parameter: Any) -> bool:
 
 
 _BY_ELEMENT = frozenset(("zero_", "fill_", "copy_", "masked_fill_"))
-"""Operations that act on each element, and are not tagged so."""
+"""Operations that act on each element, without torch's tag `pointwise`."""
 _WHOLE = (
     "`{operator}` of a gradient under `strategy='ddp_fully_sharded'`: each rank has a shard of each gradient, and the "
     "result would be that of the shard. For the norm, or to clip, call `fabric.clip_gradients(model, optimizer, "

@@ -2,26 +2,26 @@
 
 Note [Traps of FairScale closed here]
 - It does not broadcast initial weights: they are broadcast from rank 0.
-- It frees the memory of the parameters, also under views of it: they are copied before.
-- It converts buffers to the dtype of the parameters, before each forward: they are left as they are.
-- It uses gathered parameters after their shards have changed: they are freed then, and gathered again.
+- It frees the memory of the parameters, even if views share it: parameters are copied before.
+- It converts buffers to the dtype of the parameters, before each forward: buffers keep their dtype.
+- It uses gathered parameters after their shards have changed: such parameters are freed and gathered again.
 - A parameter without a gradient shifts where others are accumulated: that raises.
 - `gather_full_optim_state_dict` overwrites state on the CPU, and makes step counts plain numbers: not used.
-- A gradient of shape `(1,)` has the shape of its shard, so an averaged one is treated as one that is not: the class of
-  a gradient says which it is (`fsdp_shards.py`).
-- A stored gradient is not returned to a parameter that is frozen in that backward: it is.
-- A backward that reaches inputs alone raises: it is like one without parameters.
-- An averaged gradient is stored elsewhere while others accumulate without synchronisation, and `zero_grad` would miss
-  it: it is added to those.
+- A gradient of shape `(1,)` has the shape of its shard, so an averaged gradient is taken for one that is not averaged:
+  the class of a gradient tells them apart (`fsdp_shards.py`).
+- It drops the stored gradient of a parameter that is frozen in a backward: the gradient is put back.
+- A backward that reaches inputs alone raises: such a backward is permitted.
+- It stores an averaged gradient elsewhere while gradients accumulate without synchronisation, where `zero_grad` misses
+  it: the average is added to the accumulated gradient.
 - In a second backward after one forward, or from a second output, parameters are freed: they are gathered again.
-- Each forward adds a hook to each parameter's gradient node, and none is removed: that of the forward before is.
+- Each forward adds a hook to each parameter's gradient node, and removes none: the previous forward's hook is removed.
 - Outputs are copied into plain containers: the user's own object is returned.
 - A process group is cached after it was destroyed: the current one is passed.
 
 # Note [FairScale on the CPU]
-FairScale's released class does not support the CPU. Two of its modules are loaded a second time, with another `torch`,
-whose `torch.cuda` is `torch.cpu`: that has the same stream functions, which do nothing. FairScale's own modules, torch
-and the environment are not changed. All-gather and reduce-scatter take lists there: gloo refuses the flat forms that
+FairScale's released class does not support the CPU. Two of its modules are loaded a second time, with a `torch` whose
+`cuda` is `torch.cpu`: `torch.cpu` has the same stream functions, which do nothing. FairScale's own modules, torch and
+the environment are not changed. All-gather and reduce-scatter take lists there: gloo refuses the flat forms that
 FairScale prefers.
 """
 
@@ -59,7 +59,7 @@ UNCOMPILABLE = (
 
 @final
 class _Unit(nn.Module):
-    """The module that FairScale wraps: it holds a module of the user's, and the wrappers of its submodules."""
+    """The module that FairScale wraps: it holds a module of the user, and the wrappers of that module's submodules."""
 
     def __init__(self, module: nn.Module, within: Sequence[nn.Module] = ()) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class FairScaleFSDPGradientSync(GradientSync):
         output: Any = None
 
         def run() -> list[Tensor]:
-            """FairScale would copy the result: it is given the tensors that are found in it."""
+            """Run the user's function. Return the tensors in its output: FairScale would copy the output itself."""
             nonlocal output
             output = function(*args, **kwargs)
             return tensors_requiring_grad(output)
@@ -143,7 +143,7 @@ class FairScaleFSDPGradientSync(GradientSync):
         try:
             wrapper(run)
         except BaseException:
-            # FairScale would leave parameters gathered. In backward, activation checkpointing ends its forward so.
+            # FairScale leaves parameters gathered. In backward, activation checkpointing ends a forward by raising.
             if self.num_running == 1 and current_graph_task_id() == -1:
                 self._drop_stale()
             raise
@@ -152,7 +152,7 @@ class FairScaleFSDPGradientSync(GradientSync):
         return output
 
     def _refuse_alone(self, part: nn.Module, args: Any) -> None:
-        """A hook of the submodules with parameters: raise RuntimeError for one that is called while it is sharded."""
+        """A hook of the submodules with parameters: raise RuntimeError if one is called while it is sharded."""
         if self.num_running or torch.compiler.is_compiling():
             return
         if current_graph_task_id() == -1:  # otherwise activation checkpointing recomputes it in backward
@@ -182,9 +182,9 @@ class FairScaleFSDPGradientSync(GradientSync):
 
     @torch.no_grad()
     def _drop_stale(self) -> None:
-        """Free gathered parameters: their shards may have changed since, also through `.data`, which shows nowhere.
+        """Free gathered parameters: their shards may have changed since, also through `.data`, which leaves no trace.
 
-        A parameter that was given other memory (`parameter.data = other`) is copied to its own.
+        A parameter whose memory was replaced (`parameter.data = other`) is copied into its shard.
         """
         parameters: Iterable[Any] = self.names
         for parameter in parameters:
@@ -217,7 +217,7 @@ _BY_ITSELF = (
 
 
 def _wrapper(runtime: Runtime) -> Callable[..., Any]:
-    """FairScale's class; it also marks reduced gradients, and supports any number of backward passes."""
+    """A subclass of FairScale's class that records reduced gradients, and supports any number of backward passes."""
     look_up(FULLY_SHARDED)
     if runtime.device.type == "cpu":
         fully_sharded = fully_sharded_on_cpu()
@@ -234,17 +234,17 @@ def _wrapper(runtime: Runtime) -> Callable[..., Any]:
             """Leave buffers as they are."""
 
         def _register_post_backward_hooks(self) -> None:
-            """Before a forward, which adds a hook to each parameter's gradient node: remove that of the forward before.
+            """Before a forward: replace the hook on each parameter's gradient node, which FairScale only adds.
 
             A parameter keeps its node, since it is gathered in its own dtype. Hooks of one node run one after the
-            other, so that all but the first find nothing to do.
+            other, and only the first has work to do.
             """
             if not torch.is_grad_enabled():
                 return
             for _, handle, _ in vars(self).get("_nodes", ()):
                 handle.remove()
             super()._register_post_backward_hooks()
-            # Kept here: a parameter that has its own node would never be freed.
+            # Kept here: a parameter that refers to its own node would never be freed.
             self._nodes = []
             for param in self.params:  # no comprehension, which is a call
                 if param.requires_grad:
@@ -270,9 +270,8 @@ def _wrapper(runtime: Runtime) -> Callable[..., Any]:
         def _wait_for_post_backward(self) -> None:
             """After backward, in the root: free parameters that the last of several outputs may have left gathered."""
             units = [part for part in self.modules() if isinstance(part, fully_sharded)]
-            if (
-                self.training_state.name == "BACKWARD_PRE"
-            ):  # no parameter was reached: `torch.autograd.grad` of an input
+            # No parameter was reached: `torch.autograd.grad` of an input.
+            if self.training_state.name == "BACKWARD_PRE":
                 for unit in units:
                     if any(param.requires_grad for param in unit.params):
                         unit.training_state = type(self.training_state).BACKWARD_POST
@@ -285,7 +284,7 @@ def _wrapper(runtime: Runtime) -> Callable[..., Any]:
             super()._wait_for_post_backward()
             for unit in units:
                 for param in unit.params:
-                    if not param.requires_grad and "_saved_grad_shard" in vars(param):  # passed while it was frozen
+                    if not param.requires_grad and "_saved_grad_shard" in vars(param):  # frozen in this backward
                         param.grad = vars(param).pop("_saved_grad_shard")
                         conceal([param])
             if self._require_backward_grad_sync:
@@ -305,7 +304,7 @@ def _wrapper(runtime: Runtime) -> Callable[..., Any]:
 def _take_back(parameters: Sequence[Any], rank: int, size: int) -> None:
     """Add the stored averages to the gradients of this rank.
 
-    Each rank adds only its shard, so that the average over the ranks has it once.
+    Each rank adds only its shard, so the average over the ranks contains each stored average once.
     """
     for parameter in parameters:
         average = vars(parameter).pop("_saved_grad_shard", None)
@@ -322,7 +321,7 @@ def fully_sharded_on_cpu() -> type[Any]:
     """FairScale's class for CPU tensors and gloo. Returns the same class at every call."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        # FairScale uses it in every step; torch warns only of the first use.
+        # FairScale uses TypedStorage in every step; torch warns only of the first use.
         torch.empty(0).storage()  # type: ignore[no-untyped-call]
     bucketer = _copy_of("fairscale.internal.reduce_scatter_bucketer")
     original = _copy_of("fairscale.nn.data_parallel.fully_sharded_data_parallel")

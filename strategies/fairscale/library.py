@@ -40,13 +40,13 @@ def why_not(strategy: str, target: Target) -> str | None:
 
 FULLY_SHARDED: Names = {
     "fairscale.nn.data_parallel:FullyShardedDataParallel": {
-        "_lazy_init": "makes the root the root, where a submodule is called first",
+        "_lazy_init": "initialises the root first, before any submodule",
         "_free_full_params _use_fp32_param_shard": "parameters that were changed are gathered anew",
-        "_rebuild_full_params _prep_grads_for_backward _use_full_params": "before each backward, of which any may come",
+        "_rebuild_full_params _prep_grads_for_backward _use_full_params": "before each backward of a forward",
         "_post_backward_hook _post_reduction_hook _wait_for_post_backward": "which parameters a backward reduced",
-        "_register_post_backward_hooks _shard_bwd_hook": "removes the hooks of the forward before",
+        "_register_post_backward_hooks _shard_bwd_hook": "removes the hooks of the previous forward",
         "_require_backward_grad_sync": "holds synchronisation back; `no_sync` is not for one backward of several",
-        "_fp32_shard _full_param_padded _orig_size _saved_grad_shard": "parts and whole of a parameter",
+        "_fp32_shard _full_param_padded _orig_size _saved_grad_shard": "a parameter, sharded and gathered",
         "_cast_buffers": "leaves buffers as they are",
         "_reducer _streams": "the end of a backward, on a CPU",
     }
@@ -57,11 +57,11 @@ SHARDED: Names = {
             "which gradients a backward reduced, and when their messages have arrived"
         ),
         "_clear_counters _should_accumulate_grads": "holds synchronisation back for one backward of several",
-        "_grad_hooks": "removed when the strategy is",
+        "_grad_hooks": "removed when the model is released",
     },
     "fairscale.optim:OSS": {
         "_param_to_rank": "which rank steps a parameter",
-        "_broadcast_params": "gives all ranks the weights that each has stepped",
+        "_broadcast_params": "broadcasts the weights that each rank has stepped",
     },
 }
 
@@ -99,8 +99,7 @@ _WRAPPED = (
 def refuse_optimizers(
     strategy: str, optimizers: Sequence[Optimizer], refused: Sequence[type[Optimizer]], *, flat: bool
 ) -> None:
-    """Raise ValueError for an optimizer that needs gradients that are on other ranks. `flat`: see
-    `refuse_dependent`."""
+    """Raise ValueError for an optimizer whose step needs gradients of other ranks. `flat`: see `refuse_dependent`."""
     for optimizer in optimizers:
         if isinstance(optimizer, (LBFGS, *refused)):
             raise ValueError(_PARTS.format(strategy=strategy, optimizer=type(optimizer).__name__))
@@ -139,10 +138,10 @@ NOT_AVERAGED = (
 
 NEEDS_ALL = (
     "FairScale matches gradients by issue order, so each parameter must be used in every synchronised backward. "
-    "Freeze those with `requires_grad_(False)`, or pass `strategy='ddp_find_unused_parameters_true'`."
+    "Freeze unused ones with `requires_grad_(False)`, or pass `strategy='ddp_find_unused_parameters_true'`."
 )
 LATE = (
-    "FairScale has assigned the former ones to ranks, and these would differ between ranks. Add layers before "
+    "FairScale has assigned the former parameters to ranks, and these would differ between ranks. Add layers before "
     "`fabric.setup`, or pass `strategy='ddp'`."
 )
 UNUSED = "{count} parameters of `{name}` ({some}) got no gradient in this backward, while others did. " + NEEDS_ALL

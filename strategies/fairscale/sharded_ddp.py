@@ -2,8 +2,9 @@
 
 FairScale's OSS assigns parameters to ranks, ShardedDataParallel reduces each gradient to its owner during backward (Xu
 et al., 2020; Rajbhandari et al., SC 2020). The optimizer is the user's own: after a synchronised backward a rank has
-gradients of the parameters that it owns, and None for others, so the optimizer steps, and has state for, only those; a
-hook on its `step` then broadcasts the new values. `fabric.state_dict(model, optimizer)` gathers the state.
+gradients of the parameters that it owns, and placeholders for the others, which are None in a step. So the optimizer
+steps, and has state for, only the parameters that its rank owns; a hook on `step` then broadcasts the new values.
+`fabric.state_dict(model, optimizer)` gathers the state.
 
 Note [Traps of FairScale closed here]
 - Reduce buffers lose track of `zero_grad(set_to_none=True)`, torch's default, and train wrongly: none are used.
@@ -132,14 +133,15 @@ def _refuse_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> No
         if twice:
             raise ValueError(
                 f"{len(twice)} parameters of `{type(module).__name__}` ({name_some(twice)}) are in two optimizers. "
-                "Under `strategy='ddp_sharded'` each parameter has one: leave it in one of them, or pass "
-                "`strategy='ddp'`."
+                "Under `strategy='ddp_sharded'` each parameter has one optimizer: leave it in one of the two, or "
+                "pass `strategy='ddp'`."
             )
         dtypes = sorted({str(parameter.dtype) for parameter in parameters if parameter.requires_grad})
         if len(dtypes) > 1:
             raise ValueError(
-                f"`{word}` holds parameters of {' and '.join(dtypes)}. FairScale packs those of one optimizer "
-                "into one buffer, which has one dtype: make an optimizer for each, or pass `strategy='ddp'`."
+                f"`{word}` holds parameters of {' and '.join(dtypes)}. FairScale packs the parameters of one "
+                "optimizer into one buffer, which has one dtype: make an optimizer for each dtype, or pass "
+                "`strategy='ddp'`."
             )
         seen.update(parameters)
 
@@ -176,7 +178,7 @@ class FairScaleShardedGradientSync(GradientSync):
             self.parallel = ShardedDataParallel(
                 CallModule(module),
                 list(self.shards.values()),
-                broadcast_buffers=False,  # done after forward, so that an evaluation finds equal ones
+                broadcast_buffers=False,  # done after forward, so that evaluations have equal buffers
                 sync_models_at_startup=False,
                 reduce_buffer_size=0,  # see Note [Traps of FairScale closed here]
                 auto_refresh_trainable=False,
@@ -220,7 +222,7 @@ class FairScaleShardedGradientSync(GradientSync):
         self._hide_others()
         self.parallel._clear_counters()
         aside = [(parameter, parameter.grad) for parameter in self.averages if parameter.grad is not None]
-        self.averages = {parameter for parameter, _ in aside}  # those of other owners were discarded since
+        self.averages = {parameter for parameter, _ in aside}  # without averages that the program has discarded
         for parameter, _ in aside:
             parameter.grad = None
         if not self.synced:
@@ -232,7 +234,7 @@ class FairScaleShardedGradientSync(GradientSync):
     def _check_synced(self, aside: list[tuple[Tensor, Tensor]], refuse_twice: Finish | None) -> None:
         waiting = self.parallel._grad_to_be_reduced
         reduced = [p for p, waits in zip(self.parallel._trainable_params, waiting, strict=True) if not waits]
-        if reduced and any(waiting):  # before waiting for reductions: those of other ranks may be of other parameters
+        if reduced and any(waiting):  # before waiting for reductions: other ranks may reduce other parameters
             self.parallel._work_handles.clear()
             missing = [
                 n for p, n in self.names.items() if p in self.owner and p.requires_grad and p not in set(reduced)
@@ -301,7 +303,7 @@ class FairScaleShardedGradientSync(GradientSync):
         ]
 
     def _drop_others(self, optimizer: Optimizer) -> None:
-        """Drop the state of parameters of other owners, which `load_state_dict` gives every rank."""
+        """Drop the state of parameters that other ranks own: `load_state_dict` loads it on every rank."""
         for parameter in list(optimizer.state):
             if self.owner.get(parameter, self.rank) != self.rank:
                 del optimizer.state[parameter]
@@ -311,7 +313,7 @@ class FairScaleShardedGradientSync(GradientSync):
         self._drop_others(optimizer)
         self._hide_others()
         self.is_stepping = True
-        self._refresh_trainable()  # the step is broadcast for those that are trained now
+        self._refresh_trainable()  # the new values of parameters that are trained now are broadcast
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ call different operations wait forever, as does a rank whose peer calls none. So
 that has waited a while writes the call into the store, and reads there what the other ranks wait for.
 
 Broadcast, all-gather and all-to-all transfer bytes. Horovod reduces float16, float32, float64, int32 and int64; other
-dtypes are cast to one of these that holds all their values. It has no `send` and no `recv`.
+dtypes are cast to one of these that holds all their values. Horovod has no `send` and no `recv`.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class HorovodCollective(CarriesObjects):
         self._watch = Watch(PrefixStore("watch", store), self.rank, self.size, self._timeout_seconds)
 
     def _all_reduce(self, operation: str, operand: Tensor, op: str) -> Tensor:
-        """Reduce in place, or a cast copy if Horovod cannot reduce the dtype."""
+        """Reduce the operand in place, or a cast copy of it if Horovod cannot reduce the dtype."""
         widened = operand.to(_WIDER.get(operand.dtype, operand.dtype))
         hvd = self._joined(operation)
         reduced = self._run(operation, operand, "allreduce_async_", widened, op=getattr(hvd, _OPS[op]))

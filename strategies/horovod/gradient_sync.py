@@ -22,8 +22,8 @@ from fabric.strategies.torch_internals import after_backward
 class HorovodGradientSync(GradientSync):
     """Averages one model's gradients that have changed since they were averaged last.
 
-    All that has accumulated in `.grad` is averaged. What was averaged before is equal on all ranks, so averaging it
-    again does not change it, and accumulation is exact whichever of its backward passes are synchronised.
+    The whole accumulated `.grad` is averaged. A former average within it is equal on all ranks, and averaging leaves it
+    unchanged. So accumulation is exact whichever backward passes are synchronised.
     """
 
     def __init__(self, collective: Collective, module: nn.Module, broadcast_buffers: bool) -> None:
@@ -42,7 +42,7 @@ class HorovodGradientSync(GradientSync):
         return function(*args, **kwargs)
 
     def watch(self) -> Finish | None:
-        self.additions.refuse()  # of a loss that is not from `forward`
+        self.additions.refuse()  # for a loss that was computed without `forward`
         return None
 
     def parameters_held(self) -> Iterable[Tensor]:
@@ -56,12 +56,12 @@ class HorovodGradientSync(GradientSync):
         """Autograd hook: called in each backward, for each gradient that has just changed."""
         self.changed.add(parameter)
         if self.synced:
-            # Each time, not only the first: a backward that raises drops its callbacks, and does not report it.
+            # For each gradient, not only the first: a backward that raises silently drops its callbacks.
             self.is_due = True
             after_backward(self._average)
 
     def _average(self) -> None:
-        """Average each gradient that has changed on any rank; on other ranks it counts as zero. Ranks: all call it."""
+        """Average each gradient that has changed on any rank; a missing gradient is zero. Ranks: all call it."""
         if not self.is_due:
             return
         self.is_due = False
@@ -72,7 +72,8 @@ class HorovodGradientSync(GradientSync):
         if (highest, lowest) != (self.number, -self.number):
             raise CollectiveError(
                 f"Ranks ran backward through different models: this one through `{self.name}`, number {self.number} of "
-                f"those set up; the numbers go from {-lowest} to {highest}. Make every rank compute the same loss.",
+                f"the models set up; the ranks' numbers go from {-lowest} to {highest}. Make every rank compute "
+                "the same loss.",
                 rank=self.collective.rank,
             )
         refuse_sparse(self.parameters, anywhere)
@@ -83,7 +84,7 @@ class HorovodGradientSync(GradientSync):
 
 
 def _number(collective: Collective) -> int:
-    """How many models this rank has set up so far. Ranks compare it, in case they average different models."""
+    """How many models this rank has set up so far. Ranks compare the number, to find that their models differ."""
     store = collective.store()
     return 0 if store is None else store.add(f"models/{collective.rank}", 1)
 

@@ -1,8 +1,8 @@
 """Data parallelism over Horovod: a replica in every process; gradients are averaged at the end of backward.
 
 Horovod (Sergeev and Del Balso, arXiv:1802.05799) averages in an optimizer that wraps the user's. Here the user's
-optimizer is not wrapped, so that clipping or a closure after backward has the averaged gradients. A parameter that no
-rank has used has no gradient, as in one process.
+optimizer stays unwrapped: clipping after backward, or a closure, reads averaged gradients. A parameter that no rank has
+used has no gradient, as in one process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HorovodStrategy(Strategy):
         return {"collective": OF_ALL_RANKS}
 
     def look_for_packages(self) -> Mapping[str, str]:
-        """Imports Horovod, which alone knows the backends that it was built with."""
+        """Imports Horovod: only its module tells the backends that it was built with."""
         try:
             import horovod.torch as hvd
         except (ImportError, OSError) as error:
@@ -84,7 +84,7 @@ def _why_not(target: Target) -> str | None:
         error = target.packages.get("horovod cannot be imported", "it was not looked for")
         return f"`strategy='horovod'` needs Horovod, which cannot be imported here: {error}. {INSTALL}"
     if "gloo" not in built:
-        return f"`strategy='horovod'` needs Horovod with its gloo controller, and this one has none. {INSTALL}"
+        return f"`strategy='horovod'` needs Horovod with its gloo controller, which the installed one lacks. {INSTALL}"
     if device_type == "cpu" or (device_type == "cuda" and "nccl" in built):
         return None
     return (

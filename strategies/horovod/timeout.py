@@ -35,8 +35,8 @@ class Watch:
     def wait(self, is_done: Callable[[], bool], operation: str, tensor: Tensor, number: int) -> None:
         """Return once `is_done()` is true, for `operation` of a tensor, this rank's call number `number`.
 
-        Raises: CollectiveError: the timeout is over and ranks are missing, or a rank waits in another operation with
-        the same number.
+        Raises: CollectiveError: ranks are missing at the timeout, or a rank waits in another operation with the same
+        number.
         """
         start, pause_seconds = time.monotonic(), SHORT_SECONDS
         every_seconds = look_seconds = min(LOOK_SECONDS, self._timeout_seconds / 4)

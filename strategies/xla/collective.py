@@ -34,7 +34,7 @@ _FEWEST = 64
 
 @final
 class XLACollective(CarriesObjects):
-    """The collective of all replicas. `timeout_seconds`: timeout at the store; that of XLA cannot be set."""
+    """The collective of all replicas. `timeout_seconds`: timeout at the store; XLA's own timeout cannot be set."""
 
     def __init__(self, world: World, *, timeout_seconds: float = 1800.0) -> None:
         self._world, self._timeout_seconds = world, timeout_seconds
@@ -87,7 +87,7 @@ class XLACollective(CarriesObjects):
         import torch_xla.core.xla_model as xm
 
         def gather(bits: Tensor) -> Tensor:
-            # Not with a pinned layout: for that torch_xla 2.9 pads by the rank, and makes another graph on each.
+            # Not with a pinned layout, for which torch_xla 2.9 pads by the rank: the ranks' graphs would differ.
             gathered: Tensor = xm.all_gather(bits, pin_layout=False)
             return gathered
 
@@ -160,12 +160,11 @@ class XLACollective(CarriesObjects):
         import torch_xla
 
         self._joined(operation)
-        flat = operand.reshape(
-            rows, operand.numel() // rows
-        ).clone()  # a view of a buffer gives each rank another graph
+        # A clone: with views of a buffer the ranks' graphs would differ.
+        flat = operand.reshape(rows, operand.numel() // rows).clone()
         length = flat.shape[1]
         try:
-            # In a graph of its own: operations recorded before may differ between ranks, and then the graphs would.
+            # In a graph of its own: operations recorded before may differ between ranks, and so would the graphs.
             torch_xla.sync()
             if operand.device.type == "cpu":
                 result = function(_uploaded(_padded(flat)))
@@ -199,7 +198,7 @@ OF_ALL_REPLICAS = (
 
 
 def _all_reduce(op: str, tensor: Tensor) -> Tensor:
-    """All-reduce out of place: torch_xla loses an in-place one on views and on tensors that were modified."""
+    """All-reduce out of place: torch_xla loses an in-place all-reduce of views and of modified tensors."""
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
@@ -209,7 +208,7 @@ def _all_reduce(op: str, tensor: Tensor) -> Tensor:
 
 
 def _uploaded(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the device. `.to` would make 0 and 1 constants, hence different graphs on the ranks."""
+    """Copy a tensor to the device. `.to` would make 0 and 1 constants, and the ranks' graphs would differ."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 

@@ -49,7 +49,7 @@ def place(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], 
     cast_module(runtime.precision, module)
     if not to_device:
         return
-    for parameter in module.parameters():  # each once, however often it is tied
+    for parameter in module.parameters():  # a tied parameter once
         if parameter.device != runtime.device:
             _move_parameter(parameter, runtime.device)
     moved = {buffer: buffer.to(runtime.device) for buffer in module.buffers()}
@@ -89,7 +89,7 @@ def _take_buffers(module: nn.Module) -> None:
     from fabric.launchers.xla_internals import sharding_of
 
     for tensor in (*module.parameters(), *module.buffers()):
-        # A tensor that SPMD shards would lose its sharding, and its buffers are not deleted.
+        # Not a tensor that SPMD shards: it would lose its sharding, and its buffers are never deleted.
         if tensor.device.type == "xla" and "devices" not in sharding_of(tensor):
             tensor.data = tensor.data * True  # a computed tensor has a new buffer; the values are the same bit for bit
 
@@ -134,7 +134,7 @@ def _unbias_statistics(module: nn.Module) -> Callable[[], None]:
             return
         kept, count = before.pop(part), inputs[0].numel() // inputs[0].shape[1]
         share = 1 / part.num_batches_tracked if part.momentum is None else part.momentum
-        kept_now = part.running_var.data  # autograd has saved the tensor, and does not use it
+        kept_now = part.running_var.data  # `.data`: autograd has saved the tensor, but does not use it
         kept_now += (kept_now - (1 - share) * kept) / (count - 1)
 
     handles = [part.register_forward_pre_hook(Hook(keep)) for part in parts]
@@ -176,7 +176,7 @@ def marked_batches(batches: Iterator[Any], device: torch.device) -> Iterator[Any
 class XLAState(StateAccess):
     """State of replicas on XLA devices; rank 0 reads it as CPU tensors, other ranks read nothing.
 
-    `num_replicas`: the number of ranks with equal parameters and optimizer states, each of which saves a part.
+    `num_replicas`: the number of ranks with equal parameters and optimizer states; each rank saves a part.
     """
 
     def __init__(self, rank: int, num_replicas: int = 1) -> None:

@@ -3,8 +3,8 @@
 XLA's SPMD (GSPMD: Xu et al., 2021, arXiv:2105.04663) shards tensors along the axes of a device mesh, as they are
 marked, and inserts the collectives. There is one process and one rank, and every tensor has its global shape: whatever
 is marked, the numbers are those of one device. Shardings determine memory and communication only.
-They are those of torch_xla's FSDPv2, without its wrapper, which would only change the names in the module. What the
-user has marked before `setup` stays as it is, along the axes of any mesh of all devices: tensor parallelism.
+The shardings are those of torch_xla's FSDPv2, without its wrapper, which would only change the names in the module. A
+sharding that the user has marked before `setup` stays, along the axes of any mesh of all devices: tensor parallelism.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class XLAFSDPStrategy(TorchXLAStrategy):
     """Fully sharded over the devices of one host, by one process. `batch_size` is that of all devices together.
 
     Parameters that `torch_xla.distributed.spmd.mark_sharding` has marked before `setup` keep their sharding. SPMD
-    cannot be switched off again in a process: replicas, and a plain XLA device, need another one.
+    cannot be switched off again in a process: replicas, and a plain XLA device, need another process.
     """
 
     def refuse(self, target: Target) -> str | None:
@@ -65,7 +65,7 @@ class XLAFSDPStrategy(TorchXLAStrategy):
         return None
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        """Switch on SPMD in this process, irrevocably. Raises: RuntimeError: it has used a device already."""
+        """Switch on SPMD in this process, irrevocably. Raises: RuntimeError: the process has used a device already."""
         import torch_xla
         import torch_xla.runtime as xr
 
@@ -133,7 +133,7 @@ def _is_marked(tensor: Tensor) -> bool:
 
 
 def _shard_states(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """Shard optimizer state as its parameters after each step. Returns a function that removes the hooks."""
+    """Shard optimizer states like their parameters after each step. Returns a function that removes the hooks."""
     handles = [optimizer.register_step_post_hook(_shard_state) for optimizer in optimizers]
     return undo_all([handle.remove for handle in handles])
 

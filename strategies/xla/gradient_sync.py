@@ -21,10 +21,10 @@ class XLAGradientSync(GradientSync):
     """Averages one model's gradients over replicas.
 
     # Note [Averages are new tensors]
-    torch_xla's `reduce_gradients` and `optimizer_step` reduce `.grad` in place, and 2.9 loses that if `.grad` was
-    changed in place before: by a second backward, by clipping, by unscaling. Replicas then silently diverge. So an
-    average is a new tensor, which is assigned to `.grad`. What was averaged before is equal on all ranks, so averaging
-    it again does not change it: all that has accumulated in `.grad` is averaged.
+    torch_xla's `reduce_gradients` and `optimizer_step` reduce `.grad` in place, and 2.9 loses the reduction if `.grad`
+    was changed in place before: by a second backward, by clipping, by unscaling. Replicas then silently diverge. So an
+    average is a new tensor, which is assigned to `.grad`. The whole accumulated `.grad` is averaged: a former average
+    within it is equal on all ranks, and averaging leaves it unchanged.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class XLAGradientSync(GradientSync):
         return [parameter.requires_grad for parameter in self.all.values()]
 
     def _arrange(self) -> None:
-        """Average the trainable parameters from now on. Not called while all are frozen: that is for a while."""
+        """Average the trainable parameters from now on. Not called while all are frozen, which is temporary."""
         self.flags = self._flags()
         self.parameters = {name: parameter for name, parameter in self.all.items() if parameter.requires_grad}
         self.used: frozenset[str] | None = None
@@ -93,8 +93,8 @@ class XLAGradientSync(GradientSync):
             self.used = mine
         if mine != self.used:
             raise RuntimeError(
-                f"In this backward of `{type(self.module).__name__}`, {', '.join(sorted(mine ^ self.used))} had "
-                f"gradients unlike in the first, or had none. {UNUSED}"
+                f"This backward of `{type(self.module).__name__}` and the first one have gradients of different "
+                f"parameters: {', '.join(sorted(mine ^ self.used))}. {UNUSED}"
             )
         return [parameter for name, parameter in self.parameters.items() if name in mine]
 

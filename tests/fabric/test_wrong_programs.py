@@ -937,7 +937,7 @@ SENTENCES = {
     ("deepspeed_stage_2", "plain backward"): "`loss.backward()` was called on a loss of `Sequential`, but DeepSpeed",
     ("deepspeed_stage_2", "submodules called by themselves"): "a submodule was called directly",
     ("deepspeed_stage_2", "optimizer that was not set up"): "`Sequential` was set up without an optimizer, for",
-    ("deepspeed_stage_2", "weights assigned through .data"): "Write the values into it: `parameter.data.copy_(values)`",
+    ("deepspeed_stage_2", "weights assigned through .data"): "values into that tensor: `parameter.data.copy_(values)`",
     ("deepspeed_stage_3", "parameter replaced after setup"): "`Sequential` ('2.weight') were added or unfrozen after",
 }
 NAMES = ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "ddp_fully_sharded")

@@ -156,7 +156,7 @@ def train_different_models(fabric: Fabric) -> None:
 
 
 def test_ranks_whose_losses_are_of_different_models_raise() -> None:
-    words = r"different models: this one through `Linear`, number (1|2) of those set up; the numbers go from 1 to 2"
+    words = r"through `Linear`, number (1|2) of the models set up; the ranks' numbers go from 1 to 2"
     with pytest.raises(WorkerError, match=words):
         ranks().launch(train_different_models)
 

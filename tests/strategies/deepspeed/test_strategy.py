@@ -662,7 +662,7 @@ def test_gradients_computed_in_different_orders_raise_instead_of_being_added(
 def test_unsupported_uses_of_an_engine_raise_with_what_to_write() -> None:
     ranks = run_world(2, refusals)
     assert "DeepSpeed skipped a step of `Net`: its gradients are not finite." in ranks[0]["skipped"]
-    assert "A step of `Net` whose gradients were not zeroed since the last one." in ranks[0]["not zeroed"]
+    assert "A step of `Net` whose gradients were not zeroed since the last step." in ranks[0]["not zeroed"]
     assert ranks[1]["skipped"] == ""
     for found in ranks:
         assert "Compile what `setup` returns, or use stage 2." in found["compiled"]

@@ -219,6 +219,6 @@ def test_a_gradient_in_shards_that_is_read_or_replaced_raises_with_what_to_write
         "Change the loss instead, or use `strategy='ddp'`. `None` discards the gradient."
     )
     assert in_part == (
-        "2 gradients of `Net` were zeroed since the last backward, and others were not: DeepSpeed keeps them together. "
-        "Zero all of them, or pass `strategy='ddp'` or 'fsdp'."
+        "2 gradients of `Net` were zeroed since the last backward, and others were not: DeepSpeed keeps all "
+        "gradients together. Zero all of them, or pass `strategy='ddp'` or 'fsdp'."
     )

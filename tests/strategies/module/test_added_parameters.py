@@ -146,6 +146,6 @@ def test_fairscale_trains_what_was_unfrozen_and_raises_for_what_was_added(strate
     torch.testing.assert_close(losses, unfreeze(Plain()))
     assert words == (
         "2 parameters of `Sequential` ('4.weight', '4.bias') were added or unfrozen after `fabric.setup`. FairScale "
-        "has assigned the former ones to ranks, and these would differ between ranks. Add layers before "
+        "has assigned the former parameters to ranks, and these would differ between ranks. Add layers before "
         "`fabric.setup`, or pass `strategy='ddp'`."
     )
