@@ -1,16 +1,17 @@
 """What ranks compare when a loader is set up: the same data, one seed, one state of each random generator.
 
-If ranks had different loaders, samples would be read twice or never, silently; so digests of their descriptions are
-compared. Cost: a broadcast from rank 0 and an all-reduce of one number at set-up; descriptions of all ranks are
+If ranks had different loaders, samples would silently be read twice or never; so digests of the loaders' descriptions
+are compared. Cost: a broadcast from rank 0 and an all-reduce of one number at set-up; descriptions of all ranks are
 gathered only for the error. Nothing is sent later.
 
-No sample is loaded, but for the first one of a stream that ranks would split. A description has what can be read
-without that: indices of subsets, rows of tensors and lists, rows of Arrow tables, fields of torch's samplers. Of a
-custom dataset that is its length and rows of what its attributes hold; `__getitem__` is not called, because it could
-open files that workers must not inherit. A custom sampler is copied, and the copy is drawn from.
+The only sample that is loaded is the first one of a stream that ranks would split. A description contains what can be
+read without loading samples: indices of subsets, rows of tensors and lists, rows of Arrow tables, fields of torch's
+samplers; for a custom dataset, its length and rows of the data in its attributes. `__getitem__` of a custom dataset is
+not called, because it could open files that workers must not inherit. A custom sampler is copied, and the copy is drawn
+from.
 
-Of what holds many rows, `NUM_ROWS` evenly spaced ones are read, and of each at most `NUM_ROWS` entries on each of four
-levels, `NUM_ROWS` numbers of a tensor and 256 characters of a string, whatever its size.
+`NUM_ROWS` evenly spaced rows are read, and of each row at most `NUM_ROWS` entries on each of four levels, `NUM_ROWS`
+numbers of a tensor and 256 characters of a string.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def agree_on_loader(described: Mapping[str, Any], own: Sequence[Rng], ranks: Ran
 
 
 def describe_dataset(dataset: object, depth: int = 4) -> str:
-    """The type of a dataset, and some of its rows if they can be read without calling user code; of a custom one, of
-    the lists, arrays, tensors and datasets among its attributes."""
+    """The type of a dataset, and some of its rows if they can be read without calling user code. A custom dataset has
+    rows of the lists, arrays, tensors and datasets among its attributes."""
     name, inner = type(dataset).__qualname__, partial(describe_dataset, depth=depth - 1)
     if depth == 0:
         return name
@@ -114,8 +115,8 @@ def describe_dataset(dataset: object, depth: int = 4) -> str:
 def describe_order(items: Iterable[Any], dataset: object, seed: int) -> str | None:
     """A description of the order of a sampler; None if it cannot be copied (a Python generator).
 
-    For samplers of torch and torchdata: their fields, without random states, which set-up broadcasts. For
-    any other: the first items that a copy yields. The states of the global random generators are restored.
+    For samplers of torch and torchdata: their fields, without random states, which set-up broadcasts. For any other
+    sampler: the first items that a copy yields. The states of the global random generators are restored.
     """
     if isinstance(items, (list, tuple, range)):
         return _shown(items, mix(list(items)))
@@ -132,8 +133,8 @@ def describe_order(items: Iterable[Any], dataset: object, seed: int) -> str | No
 
 
 def describe_value(value: Any, depth: int = 4) -> str:
-    """A description of a value. Floats by sign and power of two, so that rounding errors do not matter; objects other
-    than numbers, strings, tensors and containers by their type."""
+    """A description of a value. A float is described by its sign and power of two, so that rounding errors do not
+    matter; an object other than a number, string, tensor or container by its type."""
     if isinstance(value, (bool, int, range, bytes, type(None))):
         return repr(value[:256] if isinstance(value, bytes) else value)
     if isinstance(value, (str, PurePath)):
@@ -159,8 +160,8 @@ def describe_value(value: Any, depth: int = 4) -> str:
 def describe_first_sample(parts: Iterable[object], dataset: IterableDataset[Any], seed: int) -> str:
     """A digest of the first sample of a stream; "" if reading it could use up what the stream reads.
 
-    `parts`: the objects through which it is read. It is read from a copy, with equal generators on all ranks, whose
-    states are restored.
+    `parts`: the objects through which the stream is read. The sample is read from a copy, with equal generators on all
+    ranks; the generators' states are restored.
     """
     holders = [getattr(part, "__dict__", {}).values() for part in parts]
     if any(isinstance(value, Iterator) for value in (dataset, *chain.from_iterable(holders))):

@@ -62,7 +62,7 @@ class Reading:
     """How a prepared loader reads the user's loader."""
 
     source: Iterable[Any]
-    """What is iterated: the user's loader, a copy of it, or this rank's share of an iterable."""
+    """The iterated object: the user's loader, a copy of it, or this rank's share of an iterable."""
     order: Order | None = None
     """The order of samples that all ranks share; None if each rank has its own."""
     index: IndexSource | None = None
@@ -238,10 +238,10 @@ class DeviceLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop: the epoch, its order, and the number of batches that the loop has received.
 
-        In the body of the loop, and after `break`, it is within the epoch; after the last batch, and after `break` with
-        `use="validate"` or "test", at the start of the next epoch. Batches that workers have prefetched are not
-        counted. With `in_order=False` it is at the start of its epoch. What `set_epoch` told the user's sampler and
-        dataset is in it, also if the program called it there and they show it as `epoch`.
+        In the body of the loop, and after `break`, the position is within the epoch; after the last batch, and after
+        `break` with `use="validate"` or "test", it is the start of the next epoch. Batches that workers have prefetched
+        are not counted. With `in_order=False` the position is the start of its epoch. The state also has the epochs of
+        the user's sampler and dataset: set by `set_epoch`, or by the program if their attribute `epoch` shows it.
         Raises: RuntimeError: another thread than this one iterates, or has iterated.
         """
         if self.is_of_other_thread:
@@ -285,9 +285,8 @@ class DeviceLoader:
         """Resume where `state_dict` was called: the next iteration yields the remaining batches of the epoch.
 
         Skipped samples are not loaded: their indices are drawn and dropped, and a loader with a state of its own
-        (torchdata's `StatefulDataLoader`) loads it. An iterable dataset without one is read again up to the position.
-        With another number of ranks the order of samples continues, if single samples are
-        distributed over ranks.
+        (torchdata's `StatefulDataLoader`) loads its state. An iterable dataset without a state is read again up to the
+        position. With another number of ranks the order of samples continues, if single samples are distributed.
         Raises: ValueError: the state is of a loader of another kind, over other data, or with other batches per step.
         """
         reading, position = self._reading, dict(self.fitting(state_dict))

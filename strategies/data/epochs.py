@@ -1,11 +1,11 @@
 """The order of samples in an epoch: torch's own in one process, the same on all ranks of several.
 
-In one process it is drawn from the generators of the process and of the user's sampler, as they are. Ranks that share
-an order draw it from copies of rank 0's states, which all loaders share: see Note [Rank 0 leads] in `rng.py`. The
+In one process the order is drawn from the generators of the process and of the user's sampler, as they are. Ranks that
+share an order draw it from copies of rank 0's states, which all loaders share: see Note [Rank 0 leads] in `rng.py`. The
 epoch's number increases once its iteration has ended or has yielded a second batch, or once the loop has called
-backward; an iteration that is left before changes the order on no rank (`next(iter(loader))`). Another epoch than the
-next one, chosen by `set_epoch`, is drawn from the seed that ranks have agreed on and its number. The position within an
-epoch is where the loop is, whatever workers have prefetched. Knows items and epochs; knows no loader.
+backward. An iteration that the loop leaves earlier (`next(iter(loader))`) changes the order on no rank. If `set_epoch`
+chooses an epoch that is not the next, its order is drawn from its number and the seed that ranks have agreed on. The
+position within an epoch is that of the loop, whatever workers have prefetched. Knows items and epochs; knows no loader.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ T = TypeVar("T")
 @final
 class Drawn(Generic[T]):
     """The items of a sampler, drawn from the random states of one epoch: the items of one step at first, then of twice
-    as many steps, up to `most_steps`.
+    as many steps each time, up to `most_steps`.
 
-    It starts small so that a slow sampler yields its first item soon, and grows because each draw saves and restores
-    the states of the random generators.
+    The first draw is small so that a slow sampler yields its first item soon. Draws grow because each of them saves and
+    restores the states of the random generators.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class Cursor:
     start: int = 0
     """Samples of the order that were read by earlier runs with another number of samples per step."""
     batches: int = 0
-    """Batches that the loop has received after them, on each rank."""
+    """Batches that the loop has received after these samples, on each rank."""
     samples: int = 0
     """Samples that all ranks together have received, `start` included."""
     first: Sequence[int] = ()
-    """The first samples of the order, by which a resumed run finds that it has another one."""
+    """The first samples of the order, by which a resumed run finds that its order differs."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Cursor:
@@ -149,8 +149,8 @@ class Cursor:
 class Epoch:
     """One iteration over a loader: its random states, the items drawn from them, and how far the loop is.
 
-    `begun_at`: where the iteration begins. `num_ahead`: how many parts after that the saved run had drawn. `counted`:
-    the number is used up, so the next iteration is the next epoch. `over`: all batches were received.
+    `begun_at`: where the iteration begins. `num_ahead`: how many parts after `begun_at` the saved run had drawn.
+    `counted`: the number is used up, so the next iteration is the next epoch. `over`: all batches were received.
     """
 
     def __init__(
@@ -180,13 +180,13 @@ class Epoch:
 
     @property
     def seed(self) -> int:
-        """What workers draw follows from it and the epoch's number: agreed by the ranks, or of this process."""
+        """The seed that, with the epoch's number, seeds workers: agreed by the ranks, or of this process."""
         if self._seed is None:
             self._seed = mix("epoch", digest(self._state))
         return self._seed
 
     def seed_of_batch(self, end: int) -> int:
-        """What workers draw in the batch that ends after so many samples of this iteration."""
+        """The seed for the batch that ends after so many samples of this iteration, for its worker."""
         return mix(self.seed, self._seed_of_rank, self.number, self.begun_at.start + end)
 
     @property
@@ -330,10 +330,10 @@ class Order:
     def settle(self) -> None:
         """Advance the states that ranks share to the end of the latest counted epoch.
 
-        Indices of known number are drawn to their end even if the loop ended early: the ranks may have left it at
-        different batches, and must draw the same next ones. The generators follow as in one process, so that a loader
-        that is set up next has another order. Generators that the program has seeded or used keep their states, but for
-        the draw with which torch begins an epoch.
+        If the number of indices is known, all of them are drawn even if the loop ended early: ranks may have left the
+        loop at different batches, and must draw equal orders next. The generators follow as in one process, so that a
+        loader that is set up next has another order. Generators that the program has seeded or used keep their states,
+        except for the draw with which torch begins an epoch.
         """
         epoch, self._unsettled = self._unsettled, None
         if epoch is None or self._shared is None:

@@ -1,10 +1,10 @@
 """Ranks with different shares of the data draw different random numbers.
 
 Ranks seeded alike initialise equal weights and make equal data. After that, dropout, noise and augmentation must differ
-between shares of the data, and be equal on ranks that hold parts of one model. So ranks part once: the set-up of a
-model, or of a loader that splits data, finds which generators all ranks have in the same state, and at the next batch
-of a prepared loader or forward, each share but the first seeds them from that state and its index. Seeds that the
-program sets stand, if they differ by rank or are set after the set-up.
+between shares of the data, and be equal on ranks that hold parts of one model. So the generators diverge once. The
+set-up of a model, or of a loader that splits data, finds which generators all ranks have in the same state. At the next
+batch of a prepared loader, or the next forward, each share but the first seeds these generators from the common state
+and its index. Seeds of the program remain if they differ by rank or are set after the set-up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GeneratorDivergence:
         """The generators to seed, with digests of their common states."""
         self._seeded = (0, False)
         self.is_on = True
-        """Whether ranks are to part at all."""
+        """Whether generators are to diverge at all."""
 
     def compare(
         self, share: Share, num_ranks: int, start: Callable[[Sequence[float]], Callable[[], Sequence[float]]]
@@ -46,7 +46,7 @@ class GeneratorDivergence:
             self._states |= {name: state for (name, state), is_equal in found if is_equal and state}
 
     def diverge(self, share: Share) -> None:
-        """Seed the generators that were found. If the program has seeded torch's since, skip those that have moved."""
+        """Seed the generators that `compare` found. If the program has seeded torch's since, skip moved ones."""
         if not self._states:
             return
         states, self._states = self._states, {}

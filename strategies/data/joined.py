@@ -1,7 +1,7 @@
 """What one process reads in place of several ranks: the batches of all ranks in one step as one batch.
 
-For `fabric verify`, whose reference is a run of one process over the global batches. Batches are joined before the
-user's `collate_fn`, in the order of ranks; ready batches (`batch_size=None`, a list) are concatenated.
+For `fabric verify`, whose reference is a run of one process over the global batches. The samples of a step are joined
+in the order of ranks, before the user's `collate_fn`; ready batches (`batch_size=None`, a list) are concatenated.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`setup_dataloaders`: distribute a loader over ranks and move its batches; the user's loader is not modified.
 
-A loader is never constructed again from guessed arguments. A shallow copy of it gets another sampler, or another
-dataset if that is iterable. Data that cannot be distributed raises here, before anything is read. Set-up sends two or
-three small messages (`Ranks`); iterating sends none, except with `uneven`, and where rank 0 leads (`rng.py`). Set-up
-draws from no random generator.
+A loader is never constructed again from guessed arguments. A shallow copy of the loader gets another sampler, or
+another dataset if the dataset is iterable. Data that cannot be distributed raises here, before anything is read. Set-up
+sends two or three small messages (`Ranks`); iterating sends none, except with `uneven`, and where rank 0 leads
+(`rng.py`). Set-up draws from no random generator.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LoaderContext:
     ranks: Ranks
     device: torch.device
     launcher: str
-    """By which the rank was started."""
+    """The launcher that started the rank."""
     progress: LoopProgress
     report: Callable[[str], None]
     """Shows a message, on one rank."""
@@ -69,7 +69,7 @@ class LoaderContext:
     forward_communicates: bool = False
     """Whether a forward waits for the other ranks, so that they need equal numbers of batches in evaluation."""
     carry: Carry | None = None
-    """Moves batches to the device, if that has a way of its own."""
+    """Moves batches to the device, if the strategy has its own function for it."""
     before_iterating: Callable[[], None] = lambda: None
 
     @property
@@ -207,7 +207,7 @@ def _has_indices(loader: object) -> bool:
 
 
 def _is_read_ahead(loader: object) -> bool:
-    """Whether batches are read before the loop asks for them: only what workers load. Another iterable may depend on
+    """Whether batches are read before the loop asks for them: those that workers load. Another iterable may depend on
     the loop, a stateful loader counts what was read, and without workers a batch is loaded with the loop's draws."""
     return isinstance(loader, DataLoader) and own_position(loader) is None and loader.num_workers > 0
 
@@ -380,7 +380,7 @@ def _own_part(loader: DataLoader[Any], stream: SplitStream, context: LoaderConte
 
 
 def _equal_batches(loader: Iterable[Any], words: str, context: LoaderContext, *, exact: bool) -> Agreement | None:
-    """Gives ranks that train on parts of their own equal numbers of batches; None if they need not have, or have.
+    """Gives ranks that train on parts of their own equal numbers of batches; None if that is not needed.
 
     Ranks: all call it. `exact`: the loader's length comes from its sampler; an iterable dataset only claims one.
     Raises: ValueError: the lengths are known, and differ.
@@ -422,7 +422,8 @@ def _copy(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
     """A shallow copy of the user's loader with other attributes, without its iterator and workers; its workers start
     as `WorkerStart` says.
 
-    `DataLoader` forbids to set these after its constructor, since an iterator may have read them; the copy has none.
+    `DataLoader` forbids to set these attributes after construction, since an iterator may have read them; the copy has
+    no iterator.
     """
     duplicate = copy.copy(loader)
     replaced = {"worker_init_fn": WorkerStart(loader), "_iterator": None, "_IterableDataset_len_called": None}

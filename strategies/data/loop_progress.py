@@ -13,8 +13,8 @@ from fabric.strategies.data.rng import SharedRngs
 from fabric.strategies.data.uneven import Agreed
 
 End: TypeAlias = Callable[[bool], None]
-"""Called once the loop has left the iteration: True, because it has asked for another batch and there is none; False,
-because it was left before."""
+"""Called once the loop has left the iteration. True: the loop has asked for another batch and there is none. False: the
+loop left before."""
 
 
 @final
@@ -24,7 +24,7 @@ class LoopProgress:
     def __init__(self) -> None:
         self.rngs = SharedRngs()
         self.num_backwards = 0
-        """Backward passes of the loop. An iteration that ends after one batch and none of these uses up no epoch."""
+        """Backward passes of the loop. An iteration that ends after one batch without a backward uses up no epoch."""
         self.num_steps = 0
         """Steps of all optimizers."""
         self.num_unweighted = 0
@@ -32,9 +32,9 @@ class LoopProgress:
         self.repeated = RepeatedBatches()
         self.ahead = ReadAhead()
         self.note_batch: Callable[[Any, object], None] | None = None
-        """Called with each batch that the loop receives, and the `Iteration` that it is of."""
+        """Called with each batch that the loop receives, and with the batch's `Iteration`."""
         self.joined: Joined | None = None
-        """For one process that reads in place of several ranks; None: it reads a share of its own."""
+        """For one process that reads in place of several ranks. None: the process reads its own share."""
 
     @property
     def num_updates(self) -> int:
@@ -49,7 +49,7 @@ class Iteration:
     def __init__(
         self, progress: LoopProgress | None = None, *, trains: bool = False, agreed: Agreed | None = None
     ) -> None:
-        """`trains`: whether the loop trains on the batches. `agreed`: where ranks agree on their number."""
+        """`trains`: whether the loop trains on the batches. `agreed`: if ranks agree on the number of batches."""
         self._progress = LoopProgress() if progress is None else progress
         self.agreed = agreed
         self.repeated = self._progress.repeated if trains else RepeatedBatches()
@@ -58,7 +58,7 @@ class Iteration:
         self.is_complete = False
         """Whether the iteration has raised StopIteration in the loop."""
         self.has_ended = False
-        """Whether it has no batch left. Then it may be open, if its end was found by reading ahead."""
+        """Whether the iteration has no batch left. It may still be open, if the end was found by reading ahead."""
         self.is_open = False
         """Whether the loop has received a batch, and has not left the iteration."""
         self.has_trained = False
@@ -67,7 +67,7 @@ class Iteration:
         self.thread: int | None = None
         """The thread that receives the batches."""
         self.begin_again: Callable[[], Iterator[Any]] | None = None
-        """Begins the iteration that takes its place, if a position was loaded after `iter`."""
+        """Begins the iteration that replaces this one, if a position was loaded after `iter`."""
 
     @property
     def num_own(self) -> int:
@@ -149,7 +149,7 @@ class Iteration:
 class ReadAhead:
     """Whether a batch is being read that the loop has not asked for, as `fabric.accumulate` does.
 
-    Until the loop itself asks for another batch, it is within the epoch: so is the position that a checkpoint has.
+    Until the loop itself asks for another batch, the loop, and the position in a checkpoint, are within the epoch.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class ReadAhead:
             self._found = before
 
     def end(self, end: End) -> None:
-        """Called by an iteration that has no batch left: `end` is called now, or by the one that reads ahead."""
+        """Called by an iteration that has no batch left. Calls `end` now; within `reading`, its caller calls it."""
         if self._found is None:
             end(True)
         else:
@@ -177,9 +177,9 @@ class RepeatedBatches:
     """How much the loss of a batch counts, if ranks whose data has ended repeat a batch while others go on.
 
     A mean over ranks would count repeated batches as well. So `backward` multiplies the loss by a factor: 0 on a rank
-    that repeats a batch, `W / n` on the `n` ranks of `W` that do not. All ranks know `n` from the agreement on who has
-    data, so nothing is sent. A weight becomes 0 on a rank that repeats. Until some loader repeats batches, nothing is
-    recorded.
+    that repeats a batch, `W / n` on the `n` ranks of `W` that have data. All ranks know `n` since they have agreed on
+    who has data, so nothing is sent. `weight=` becomes 0 on a rank that repeats a batch. Nothing is recorded until some
+    loader repeats batches.
     """
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class RepeatedBatches:
         self._factor = 1.0
         """The factor of the last backward."""
         self._iterations: dict[object, bool] = {}
-        """Iterations whose batches had a backward; whether the loop had read ahead before the first."""
+        """Iterations whose batches had a backward; the value: whether the loop had read ahead before that."""
 
     def begin(self) -> None:
         """Called when an iteration over a loader begins that may repeat batches."""
@@ -207,7 +207,7 @@ class RepeatedBatches:
             self._factor = 1.0
 
     def take(self) -> Counter[tuple[object, float]]:
-        """Remove what was received since the last backward, and return it: it was read ahead."""
+        """Remove and return the batches that were received since the last backward: they were read ahead."""
         taken, self._received = self._received, Counter()
         return taken
 

@@ -4,14 +4,15 @@ A strategy chooses the `Share` of a rank. Ranks that hold parts of one model (te
 
 There is a class for each kind of items. `SampleCut`: single samples; the ranks' batches of a step, concatenated, are
 the batch of one process with a batch size `count` times as large. `BatchCut`: batches of indices, distributed
-round-robin, the last ones split if necessary. `RoundRobinCut`: items that cannot be split, round-robin. All ranks get
-the same number of batches. If that is impossible, `uneven=True` gives the first ranks one more, and `uneven=False`
-drops the tail with a warning.
+round-robin; the last batches are split if necessary. `RoundRobinCut`: items that cannot be split, round-robin. All
+ranks get the same number of batches. If equal numbers are impossible, `uneven=True` gives the first ranks one batch
+more, and `uneven=False` drops the tail with a warning.
 
 Note [The tail of an epoch]
-With W ranks and a batch size of B, the last step of n samples may have fewer than B * W. With at least W samples it is
-divided evenly. With fewer, it takes the missing ones from the step before, which then has fewer than B * W. So every
-rank has a sample at every step, and no sample is used twice. Only with B = 1 the step before has none to spare.
+With W ranks and a batch size of B, the last step of an epoch may have fewer than B * W samples. With at least W samples
+the last step is divided evenly. With fewer, it takes the missing samples from the step before, which then has fewer
+than B * W. So every rank has a sample at every step, and no sample is used twice. Only with B = 1 the step before has
+no sample to spare.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, final
 T = TypeVar("T")
 
 Use: TypeAlias = Literal["train", "validate", "test", "predict"]
-"""For `train` every rank has the same number of batches. For the others numbers may differ if the data requires it."""
+"""For `train` every rank has the same number of batches. For the other uses it may differ if the data requires it."""
 Uneven: TypeAlias = Literal["stop", "repeat"]
 """What all ranks do when the first of them has no batch left: stop, or repeat their last batch."""
 
@@ -314,8 +315,8 @@ _END = object()
 def once(iterator: Iterator[T]) -> Iterator[T]:
     """The same items, by `next` alone.
 
-    `islice`, `zip` and `for` call `iter` on it, with which the iterators of some streams (litdata's) begin again. For
-    generators, and iterators of lists and ranges, it does nothing.
+    `islice`, `zip` and `for` call `iter` on an iterator, which makes the iterators of some streams (litdata's) begin
+    again. Generators, and iterators of lists and ranges, are returned as they are.
     """
     return iterator if type(iterator).__module__ == "builtins" else _by_next(iterator)
 

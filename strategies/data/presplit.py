@@ -1,8 +1,8 @@
 """Loaders whose data is split over ranks already: recognised, checked, and not split again.
 
-Recognised by attributes of a sampler, an iterable dataset or a node of a pipeline that hold a rank and a number of
-ranks (`ATTRIBUTES`). A map-style dataset that was split before (`datasets.Dataset.shard`, `Subset`) has none; there
-ranks find that their data differs: see `comparison.py`.
+A loader is recognised by attributes of a sampler, an iterable dataset or a node of a pipeline that hold a rank and a
+number of ranks (`ATTRIBUTES`). A map-style dataset that was split before (`datasets.Dataset.shard`, `Subset`) has no
+such attributes; there ranks find that their data differs: see `comparison.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INNER = ("sampler", "batch_sampler", "dataset", "datasets", "root", "source", "i
 """Attributes in which a loader, a wrapper or a node of a pipeline holds what it reads."""
 
 WEBDATASETS = ("webdataset.shardlists", "split_by_node")
-"""Module and name of the function that is a stage of a pipeline which is split."""
+"""Module and name of the function that is a stage of every pipeline that is split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +49,10 @@ class Split:
 
 
 def split_of(loader: object, share: Share) -> Split | None:
-    """How the loader's data is split already; None if it is not.
+    """How the loader's data is split already; None if it is not split.
 
-    Raises: ValueError: it is split for another rank, or for another number of ranks, than `share`; or it is a pipeline
-    of webdataset that is not split.
+    Raises: ValueError: the data is split for another rank, or for another number of ranks, than `share`; or the data is
+    a pipeline of webdataset that is not split.
     """
     parts = list(parts_of(loader))
     for part in parts:

@@ -1,9 +1,10 @@
 """Random generators, and the states from which the order of an epoch is drawn.
 
 In one process the order is drawn from the generators of torch, `random`, numpy and the sampler, as they are.
-Ranks that share an order draw it from copies of rank 0's states: these replace the states of the generators during a
-draw, and the former ones are restored. That costs about 40 us per draw, and 0.6 ms where numpy is imported; for torch's
-own samplers, 8 us. So indices are drawn in chunks. Another thread that draws at the same time sees the replaced states.
+Ranks that share an order draw it from copies of rank 0's states: the copies replace the states of the generators during
+a draw, and the former states are restored. That costs about 40 us per draw, and 0.6 ms where numpy is imported; for
+torch's own samplers, 8 us. So indices are drawn in chunks. Another thread that draws at the same time sees the replaced
+states.
 """
 
 from __future__ import annotations
@@ -116,11 +117,11 @@ class SharedRngs:
 
     # Note [Rank 0 leads]
     Each loader moves the states when torch would draw: at `iter`, and when its sampler first draws. An epoch that is
-    left after one batch, without a backward pass, puts them back. Ranks may iterate a loader alone, and have other
-    states then. So, once several loaders were set up, all ranks draw an epoch of training from rank 0's states at the
-    sampler's first draw: the order of one process that does what rank 0 does. Rank 0 puts them into the store and does
-    not wait. An evaluation may run on some ranks only, so that nobody may wait: if it shuffles, it draws from the
-    states after the latest epoch of training and its own since then.
+    left after one batch, without a backward pass, puts them back. A rank that iterates a loader alone has other states
+    afterwards. So, once several loaders were set up, all ranks draw an epoch of training from rank 0's states at the
+    sampler's first draw: the order of one process that does what rank 0 does. Rank 0 puts its states into the store and
+    does not wait. An evaluation may run on some ranks only, so no rank may wait there: an evaluation that shuffles
+    draws from the states after the latest epoch of training and its own epochs since then.
     """
 
     def __init__(self) -> None:
@@ -128,11 +129,11 @@ class SharedRngs:
         self.agreed = self.states
         """The states after the latest set-up or epoch of training: equal on all ranks."""
         self.written: dict[str, str] = {}
-        """Digests of the states that the generators of this process were given last; "" if the program used them."""
+        """Digests of the states that this process's generators were last set to; "" if the program has drawn since."""
         self.num_loaders, self._num_alike = 0, -1
 
     def offer(self, process: Mapping[str, Rng]) -> tuple[int, dict[str, Any]]:
-        """A seed, and the states to draw from if this is rank 0: of its generators, where the program has used them."""
+        """A seed, and the states of this process's generators, from which all ranks draw if this is rank 0."""
         self.follow()
         states = {name: rng.read() for name, rng in process.items()}
         is_used = any(name in self.written and self.written[name] != _hex(state) for name, state in states.items())
@@ -145,7 +146,7 @@ class SharedRngs:
         self.written |= {name: _hex(state) for name, state in states.items()} if written is None else written
 
     def follow(self) -> bool:
-        """Move the generators of this process, where nothing else draws from them. Returns whether torch's moved."""
+        """Move those generators of this process that nothing else has drawn from. Returns whether torch's was moved."""
         rngs = process_rngs()
         for name, written in self.written.items():
             is_unused = _hex(rngs[name].read()) == written
@@ -163,10 +164,11 @@ def _hex(state: Any) -> str:
 class EpochRngs:
     """The random states from which the order of an epoch is drawn, of the process's generators and the sampler's `own`.
 
-    Without `shared` and `start`, the order is drawn from the generators as they are. Otherwise these have other states
-    while it is drawn: `start`, in an epoch that is resumed; `source`, if the epoch has states of its own; or else those
-    of `shared`, until the sampler first draws, when `lead` replaces them by rank 0's. `begun`: the states at the
-    sampler's first draw, in an epoch that is resumed. `follows`: whether `shared` was where the resumed epoch is.
+    Without `shared` and `start`, the order is drawn from the generators as they are. Otherwise the generators have
+    other states while the order is drawn: `start`, in an epoch that is resumed; `source`, if the epoch has states of
+    its own; or else the states of `shared`, until the sampler first draws, when `lead` replaces them by rank 0's.
+    `begun`: the states at the sampler's first draw, in an epoch that is resumed. `follows`: whether `shared` had the
+    states of the resumed epoch.
     """
 
     def __init__(
@@ -260,7 +262,7 @@ class EpochRngs:
         self._is_joint = False
 
     def release(self) -> None:
-        """Draw from the generators as they are from here on; the sampler's go on from this epoch's states."""
+        """From here on draw from the generators as they are; the sampler's own continue from this epoch's states."""
         self._is_released = True
         if self._states is not None and not self._inside:
             write_all(self._own, self.own_states)

@@ -1,8 +1,8 @@
 """What a prepared `DataLoader` reads in place of the user's sampler or dataset; nothing else of it is changed.
 
-A `DataLoader` reads its batch sampler, or its sampler if it does no batching. `index_source` finds out which of them
-and what its items are; an `IndexSource` replaces it, and yields this rank's share of the items. A `SeededDataset`
-replaces a map-style dataset that workers read.
+A `DataLoader` reads its batch sampler, or its sampler if it does no batching. `index_source` finds out which of the two
+it reads, and its items; an `IndexSource` replaces that sampler, and yields this rank's share of the items. A
+`SeededDataset` replaces a map-style dataset that workers read.
 
 An iterable dataset has no sampler. Every rank reads the whole stream and keeps its share, unless the dataset can be
 split: a `PreparedStream` reads the user's dataset, makes the batches, and yields the batches of its rank. It runs
@@ -96,7 +96,7 @@ class IndexSource:
                 yield [part.batch for part in group]
 
     def __getattr__(self, name: str) -> Any:
-        # Indices are read ahead, so the sampler's state is ahead of the loop: a stateful loader counts batches instead.
+        # Indices are read ahead, so the sampler's state is ahead of the loop: stateful loaders count batches instead.
         if name.startswith("_") or name in ("state_dict", "load_state_dict"):
             raise AttributeError(name)
         return getattr(self._replaced, name)
@@ -123,8 +123,8 @@ def index_source(
 def indices_of(loader: DataLoader[Any]) -> tuple[str, Iterable[Any]]:
     """The attribute from which a map-style loader reads its indices, and the items that are distributed over ranks.
 
-    With torch's own `BatchSampler` they are single samples. The batches of a custom batch sampler are distributed
-    whole, because it decides what is in a batch. Without batching, the items of the sampler are.
+    With torch's own `BatchSampler` the items are single samples. The batches of a custom batch sampler are distributed
+    whole, because the batch sampler decides what is in a batch. Without batching, the sampler's items are distributed.
     """
     batches = loader.batch_sampler
     if batches is None:
@@ -226,7 +226,7 @@ class PreparedStream(IterableDataset[Any]):
 
     `cut`: yields this rank's batches, before `collate_fn`, of a stream that all ranks read; None: all samples. `order`:
     what a stream that is read without workers draws from. `is_reseeded`: seeds the generators of workers at the
-    beginning of each epoch: persistent ones would keep theirs, and a resumed run starts new workers.
+    beginning of each epoch: persistent workers would keep their states, and a resumed run starts new workers.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Move batches to the device, nested containers included; on an accelerator while it computes on the last one.
+"""Move batches to the device, nested containers included; on an accelerator while it computes on the previous batch.
 
-Batches are copied on a side stream, from pinned memory, so that the host waits for no copy. What the loader has not
-pinned (`pin_memory=True`) is copied to such memory here, by the loop's thread.
+Batches are copied on a side stream, from pinned memory, so that the host waits for no copy. A batch that the loader has
+not pinned (`pin_memory=True`) is copied to pinned memory here, by the loop's thread.
 """
 
 from __future__ import annotations

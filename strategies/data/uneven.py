@@ -1,11 +1,12 @@
-"""Ranks whose data has different numbers of batches: all stop at the first end, or go on until the last.
+"""Ranks whose data has different numbers of batches: all stop when the first data ends, or go on until the last ends.
 
 The length of a stream is known only after it was read. So for each batch the ranks all-reduce whether they have one,
-over a separate process group, so that this is not matched with collectives of the loop. Where the loop cannot change
-what is read, one batch is read ahead, and the all-reduce overlaps with the step before. Every rank must iterate such a
-loader, and equally often.
+over a separate process group: the all-reduce is then not matched with collectives of the loop. Where the loop cannot
+change what is read, one batch is read ahead, and the all-reduce overlaps with the step before. Every rank must iterate
+such a loader, and equally often.
 
-A rank whose data has ended, while others go on, gets its last batch again. `RepeatedBatches` makes it count zero.
+A rank whose data has ended, while others go on, gets its last batch again. `RepeatedBatches` makes that batch count
+zero.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fabric.strategies.data.partition import Uneven
 _END = object()
 _NOTHING_OF_ONE = 2**20
 _NOTHING = -_NOTHING_OF_ONE
-"""The vote of a rank that has no batch to repeat: negative in sum, whatever the others vote."""
+"""The vote of a rank that has no batch to repeat: the sum is negative, whatever the other ranks vote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Agreement:
         """Whether a rank may get a batch again."""
 
     def __call__(self, batches: Iterator[Any], example: Callable[[], Any], *, has_ended: bool = False) -> Agreed:
-        """One iteration. `batches`: this rank's. `has_ended`: it resumes where this rank had no batch left.
+        """One iteration. `batches`: this rank's. `has_ended`: it resumes where this rank's data had ended.
 
         `example`: returns the batch to repeat if `batches` is empty; None if there is no data at all.
         Raises, while the batches are iterated: RuntimeError: on every rank, if ranks are at different batches, have
@@ -186,7 +187,7 @@ class _Drawn(NamedTuple):
 
 @final
 class Supply:
-    """One rank's batches of one iteration; at their end the last one again, if `example` is given."""
+    """One rank's batches of one iteration; after their end the last batch again, if `example` is given."""
 
     def __init__(self, batches: Iterator[Any], example: Callable[[], Any] | None, has_ended: bool) -> None:
         self._batches, self._example, self._repeats = batches, example, example is not None

@@ -1,13 +1,13 @@
-"""The `worker_init_fn` of prepared loaders: workers end with their rank and not before, and are seeded as it is.
+"""The `worker_init_fn` of prepared loaders: workers end with their rank and not before, and are seeded as the rank is.
 
-SLURM and systemd signal every process of a job. The signals that stop a job are handled by the rank: a worker that
-died of one would raise in the rank while it writes its last checkpoint. A worker ignores them; when the rank exits,
-workers that are still running are killed.
+SLURM and systemd signal every process of a job. The rank handles the signals that stop a job: a worker that died of
+such a signal would raise in the rank while the rank writes its last checkpoint. A worker ignores these signals; when
+the rank exits, workers that are still running are killed.
 
-Over a map-style dataset each batch has a seed of its own for what a worker draws while it loads the batch. It follows
-from the seed of the rank, the epoch and the batch. So what is drawn differs between epochs, batches, and ranks that
-have different seeds, whichever worker loads them, and a run that is resumed within an epoch repeats it, although its
-workers loaded none of the batches before. Costs about 20 us per batch.
+Over a map-style dataset each batch has its own seed for the random numbers that a worker draws while it loads the
+batch. The seed follows from the seed of the rank, the epoch and the batch. So random numbers differ between epochs,
+batches, and ranks with different seeds, whichever worker loads a batch; and a run that is resumed within an epoch
+repeats them, although its workers have not loaded the batches before. Costs about 20 us per batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WorkerStart:
         self.start_method = start_method_of(loader) if loader.num_workers > 0 else None
 
     def announce(self, epoch: Epoch) -> None:
-        """Seed the workers that are started next as this rank is, although ranks share the order of the epoch."""
+        """Seed the workers that are started next by this rank's seed, although ranks share the order of the epoch."""
         self.seed = epoch.seed_of_batch(0)
 
     @contextmanager
@@ -91,8 +91,8 @@ def start_method_of(loader: DataLoader[Any]) -> str:
 
 
 def advice(loader: DataLoader[Any], launcher: str, num_cores: int) -> str | None:
-    """A warning about workers for whose batches an accelerator would wait, in a rank started by `launcher`, on a
-    machine with so many cores; None if there is none."""
+    """A warning if an accelerator would wait for batches of the loader's workers, in a rank started by `launcher`, on a
+    machine with `num_cores` cores; otherwise None."""
     if num_cores < MIN_CORES:
         return None
     if loader.num_workers == 0:
