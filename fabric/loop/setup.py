@@ -106,7 +106,6 @@ class SetUp:
     def detach(self) -> None:
         """Undo what was attached to the models and optimizers that the program has."""
         with ExitStack() as attached:  # the last first, and each of them whatever another raises
-            attached.callback(self.unprepared.release)
             for each in list(self._attached.values()):
                 attached.push(each)
 
@@ -116,6 +115,7 @@ class SetUp:
             known.clear()  # others have them too
         self.bare.release()
         self.bare = BareParameters(self._runtime)
+        self.unprepared.release()
         self.unprepared = UnpreparedOptimizers(self._runtime, self.optimizers, self._living)
 
     def model(self, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> Prepared:
