@@ -137,7 +137,7 @@ def run(checkpoint: Path, script: str, devices: int, out: Path) -> None:
     """Call the script's `setup`, as litgpt's command line does."""
     from litgpt.args import EvalArgs, TrainArgs
 
-    if script == "pretrain":
+    if script.startswith("pretrain"):
         from litgpt import pretrain
         from litgpt.config import Config
 
@@ -155,7 +155,8 @@ def run(checkpoint: Path, script: str, devices: int, out: Path) -> None:
                 micro_batch_size=2,
                 max_tokens=5 * 8 * BLOCK,
                 max_norm=1.0,
-                min_lr=1e-4,
+                # litgpt divides `max_tokens` by the ranks: one process of twice the batch would decay half as fast.
+                min_lr=1e-3 if script == "pretrain_at_one_rate" else 1e-4,
                 lr_warmup_steps=1,
                 tie_embeddings=False,
             ),

@@ -91,10 +91,10 @@ def test_adapters_that_the_script_leaves_without_values_under_ddp_are_initialise
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["ddp", "script", "deepspeed_stage_2"], ids=["ddp", "fsdp", "deepspeed_stage_2"])
+@pytest.mark.parametrize("strategy", ["ddp", "script"], ids=["ddp", "fsdp"])  # none other runs it
 def test_pretraining_is_verified_to_have_the_numbers_of_one_process(strategy: str, tmp_path: Path) -> None:
     call(str(tmp_path / "tiny"))
-    words = f"{tmp_path / 'tiny'} fabric pretrain {strategy} 2 {tmp_path}"
+    words = f"{tmp_path / 'tiny'} fabric pretrain_at_one_rate {strategy} 2 {tmp_path}"
     ended = subprocess.run(
         [sys.executable, "-m", "fabric", "verify", "--steps", "4", "--json", str(RUN), "tiny"],
         env={**os.environ, "LITGPT_RUN": words, "TORCHDYNAMO_DISABLE": "1"},
