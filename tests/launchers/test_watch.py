@@ -224,10 +224,10 @@ def test_the_users_line_is_the_innermost_outside_of_libraries() -> None:
     assert users_line([method, inner, *frames[2:]]) == "/home/me/train.py:12 in step"
     called = (library, 9, "_call_impl")
     assert users_line([(library, 7, "f"), called, *frames[2:]]) == "forward of a module, /home/me/train.py:12 in step"
-    gathered = (os.path.join(os.path.dirname(fabric.fabric.__file__), "loop", "gathered.py"), 9, "gathered")
+    gathered = (fabric.loop.gather_parameters.__file__, 9, "gathered")
     contexts = (os.__file__.replace("os.py", "contextlib.py"), 7, "__enter__")
     assert users_line([called, gathered, contexts, *frames[2:]]) == "fabric.gathered, /home/me/train.py:12 in step"
-    assert users_line([inner, (fabric.fabric.__file__, 940, "_close_at_exit")]) == "the end of the program"
+    assert users_line([inner, (fabric.session.__file__, 143, "_close_at_exit")]) == "the end of the program"
     of_a_function = [inner, (fabric.fabric.__file__, 300, "close"), (fabric.fabric.__file__, 1080, "_run"), inner]
     assert users_line(of_a_function) == "the end of the program"
 
