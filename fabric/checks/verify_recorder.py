@@ -81,6 +81,10 @@ class Recorder(Check):
             for handle in handles:
                 handle.remove()
 
+        if inner is not module:  # `torch.compile(fullgraph=True)` traces no such hook: the order is that of the names
+            for name, part in inner.named_modules():
+                note(name, part)
+            return
         handles += [part.register_forward_pre_hook(partial(note, name)) for name, part in inner.named_modules()]
         handles.append(inner.register_forward_hook(end))
 

@@ -180,7 +180,7 @@ def layers_with_dropout_and_a_tied_weight(fabric: Fabric) -> None:
 
 def a_compiled_model(fabric: Fabric) -> None:
     torch.manual_seed(0)
-    model = torch.compile(mlp(), backend="aot_eager", fullgraph=True)
+    model = torch.compile(mlp(), backend="aot_eager")
     list(steps(fabric, model, samples(), squares, num_workers=1))  # type: ignore[arg-type]
 
 
@@ -228,6 +228,10 @@ RIGHT = (
 )
 @pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
 def test_a_right_program_is_equal_to_one_process(program: Callable[..., None], strategy: str) -> None:
+    if (program, strategy) == (a_compiled_model, "deepspeed_stage_3"):  # which refuses it
+        with pytest.raises(ProgramError, match="Compile what `setup` returns"):
+            verify(program, strategy=strategy, steps=4)
+        return
     verdict = verify(program, strategy=strategy, steps=4)
     assert verdict.is_equal, verdict.sentence
     assert verdict.sentence.startswith(f"The numbers of one process: {strategy} on 2 ranks is equal in")
@@ -241,12 +245,19 @@ def test_a_frozen_layer_and_an_optimizer_that_is_set_up_on_its_own_are_equal_to_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_in_each_precision_a_right_program_is_equal_and_a_wrong_factor_is_found(precision: str) -> None:
     verdict = verify(a_plain_loop, steps=3, precision=precision)
     assert verdict.is_equal, verdict.sentence
     verdict = verify(a_loss_over_the_world_size, steps=1, precision=precision)
     assert "step 1: the gradient of `0.weight`" in verdict.sentence
+
+
+@pytest.mark.slow
+def test_gradients_that_overflow_in_float16_on_the_ranks_alone_are_the_first_cause() -> None:
+    verdict = verify(a_plain_loop, steps=6, precision="16-mixed")
+    assert "part in step 2: the gradient of" in verdict.sentence
+    assert "gradients overflowed in float16" in verdict.causes[0]
 
 
 def test_two_models_are_compared_in_the_order_of_forward(tmp_path: Path) -> None:
