@@ -13,12 +13,13 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL_GPT = ["--context", "16", "--dim", "16", "--layers", "2", "--unseen", "8", "--batch-size", "4"]
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
-
+STRATEGIES = (
+    *("ddp", "fsdp", "hsdp", "ddp_sharded", "ddp_fully_sharded"),
+    *("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"),
+)
+WORDS = {"byte_gpt.py": SMALL_GPT, "digits.py": [], "gan.py": [], "finetune_text.py": ["--batch-size", "2"]}
 CASES = [
-    ("byte_gpt.py", ["--strategy", "fsdp", *SMALL_GPT]),
-    ("digits.py", ["--strategy", "ddp"]),
-    ("gan.py", ["--strategy", "ddp"]),
-    ("finetune_text.py", ["--strategy", "ddp", "--batch-size", "2"]),
+    *((example, ["--strategy", strategy, *words]) for example, words in WORDS.items() for strategy in STRATEGIES),
     ("tensor_parallel.py", ["--tensor", "2", "--batch-size", "4"]),
     ("recommender.py", ["--pairs", "2000", "--batch-size", "64"]),
 ]
