@@ -171,7 +171,7 @@ def start(rounds: int = 5) -> list[Row]:
 def verify(rounds: int = 3) -> list[Row]:
     """`fabric verify` of five steps on two ranks, over the two plain runs that it compares; it has a third run."""
     with tempfile.TemporaryDirectory() as folder:
-        seeded = PROGRAMS["ours"].replace("devices=1)", "devices=2); torch.manual_seed(0)")
+        seeded = PROGRAMS["ours"].replace(", devices=1)", "); torch.manual_seed(0)")
         program = _write(folder, "program.py", seeded)
         fabric = [sys.executable, "-m", "fabric"]
         one, two = ["--strategy", "single_device", "--devices", "1"], ["--strategy", "ddp", "--devices", "2"]
