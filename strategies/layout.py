@@ -1,4 +1,4 @@
-"""How models lie over the ranks: the one value that a strategy returns, and that loaders and checks read.
+"""What each rank holds of a model: the one value that a strategy returns, and that loaders and checks read.
 
 `Strategy.connect` puts what holds for every model of the strategy into `Runtime.layout`. `Strategy.setup` puts what
 holds for one model into `Prepared.layout`: the same, unless the user's function decided.

@@ -66,7 +66,7 @@ class Prepared:
     loss_scale: Stateful | None = None
     """The loss scale, if an engine has one instead of the runtime."""
     layout: Layout
-    """How the model lies over the ranks."""
+    """What each rank holds of the model."""
     state: StateAccess = PLAIN
     """How the full state of the model, and of optimizers of its parameters, is saved and loaded."""
 

@@ -152,7 +152,7 @@ class UnreducedGradients:
         self._unhooked = list(self._params)
         self._hooks: list[RemovableHandle] = []
         self._nodes: list[Node] = []
-        """The nodes that accumulate gradients of shards: autograd drops a node that nobody keeps."""
+        """The nodes that accumulate gradients of shards: autograd frees a node without another reference."""
         self._used: list[Tensor] = []
         """The gathered copies that got gradients which are not reduced yet."""
         self._answers: Callable[[], object] = int
