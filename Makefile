@@ -23,7 +23,7 @@ PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 CONSTRAINTS := constraints.txt
 PIP_INSTALL = $(PIP) --constraint $(CONSTRAINTS)
 # Tests that have targets of their own are left to them; the ten slowest are shown.
-APART := --ignore tests/test_examples.py --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking --ignore tests/device --durations 10
+APART := --ignore tests/test_examples.py --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking --ignore tests/device --ignore tests/browser --durations 10
 # Tests wait for their ranks: three run at a time, on two cores. `WORKERS=0` runs one after the other, as a debugger
 # needs it.
 WORKERS ?= 3
@@ -31,7 +31,7 @@ AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo environment slurm device test test-thorough test-kernels test-examples test-clients test-clusters test-device test-device-thorough test-today test-on-device test-on-device-thorough test-on-today test-gpu test-horovod test-xla lint check bench numbers optimizers clean
+.PHONY: demo environment slurm browser device test test-thorough test-kernels test-examples test-browser test-clients test-clusters test-device test-device-thorough test-today test-on-device test-on-device-thorough test-on-today test-gpu test-horovod test-xla lint check bench numbers optimizers clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -39,6 +39,8 @@ demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 environment: $(RUN)/test.done  ## What the tests run in
 
 slurm: $(RUN)/slurm.done  ## What tests on several machines need beside it: Debian, as root
+
+browser: $(RUN)/browser.done  ## A browser without a window, for tests of pages: Debian, as root
 
 test: environment  ## All tests but the thorough ones; PYTEST_ARGS='-k seed' for some
 	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) -m 'not thorough' $(PYTEST_ARGS)
@@ -63,6 +65,9 @@ test-kernels: environment  ## What steps optimizers, with foreach as their defau
 
 test-examples: environment  ## The programs of examples/
 	$(RUN)/bin/python -m pytest tests/test_examples.py $(PYTEST_ARGS)
+
+test-browser: environment browser  ## Pages, seen by a real browser without a network; pictures in .pytest_cache/pictures
+	timeout 600 $(RUN)/bin/python -m pytest tests/browser $(PYTEST_ARGS)
 
 # Programs of other people, with models of a few thousand random weights: nothing is downloaded.
 test-clients: $(CLIENTS)/test.done  ## litgpt over fabric.lightning, transformers and others under every strategy
@@ -123,7 +128,7 @@ test-on-today: $(DEVICE)/test.done
 test-gpu: $(GPU)/test.done  ## On a machine with a GPU, in five minutes: what to add to docs/hardware.md
 	timeout 300 $(GPU)/bin/python tests/device/hardware.py
 
-others: test-examples test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root
+others: test-examples test-browser test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root
 
 check: test-thorough test-today test-kernels test-device test-device-thorough others  ## All of these; --jobs 2 runs two of them at a time
 
@@ -173,8 +178,13 @@ $(RUN)/test.done $(DEVICE)/test.done: %/test.done: %/torch.done $(SAYS)
 	touch $@
 
 $(RUN)/slurm.done: $(RUN)/torch.done
-	apt-get -qq update
-	apt-get -qq install --no-install-recommends iproute2 slurm-client slurmctld slurmd
+	$(ALONE) apt-get -qq update
+	$(ALONE) apt-get -qq install --no-install-recommends iproute2 slurm-client slurmctld slurmd
+	touch $@
+
+$(RUN)/browser.done: $(RUN)/torch.done
+	$(ALONE) apt-get -qq update
+	$(ALONE) apt-get -qq install --no-install-recommends chromium-headless-shell
 	touch $@
 
 # For the torch of constraints.txt: another one needs another wheel.

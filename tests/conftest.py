@@ -211,7 +211,7 @@ def forks_share_what_is_imported() -> None:
     gc.freeze()
 
 
-ENVIRONMENTS = ("clients", "clusters", "device", "over_horovod", "type_checking", "xla")
+ENVIRONMENTS = ("browser", "clients", "clusters", "device", "over_horovod", "type_checking", "xla")
 """Folders of tests that run in an environment of their own, or on machines of their own."""
 
 
