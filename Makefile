@@ -125,7 +125,7 @@ test-on-today: $(DEVICE)/test.done
 	PRETENDED_DEVICES=0 $(DEVICE)/bin/python -m pytest $(AT_A_TIME) $(APART) -m 'not thorough' --of-torch $(PYTEST_ARGS)
 
 # The torch of the machine is taken, where it has one: `make test-gpu PYTHON=python3.12`.
-test-gpu: $(GPU)/test.done  ## On a machine with a GPU, in five minutes: what to add to docs/hardware.md
+test-gpu: $(GPU)/test.done  ## On a machine with a GPU, in five minutes: what to add to docs/measurements/hardware.md
 	timeout 300 $(GPU)/bin/python tests/device/hardware.py
 
 others: test-examples test-browser test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root
@@ -135,10 +135,10 @@ check: test-thorough test-today test-kernels test-device test-device-thorough ot
 bench: $(RUN)/bench.done device  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)
 
-numbers: environment  ## The suite over every strategy; writes the table of docs/numbers.md
+numbers: environment  ## The suite over every strategy; writes the table of docs/explanation/numbers.md
 	PYTHONPATH=tests/conformance $(RUN)/bin/python tests/conformance/measured.py
 
-optimizers: environment  ## Each optimizer under every strategy; writes the table of docs/optimizers.md
+optimizers: environment  ## Each optimizer under every strategy; writes the table of docs/how-to/optimizers.md
 	$(RUN)/bin/python tests/conformance/optimizers.py
 
 lint: $(LINT)/copy.done  ## Style, and types: of the package as it is installed, and of a program that uses it

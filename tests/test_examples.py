@@ -20,9 +20,14 @@ from fabric.strategies.target import Target
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 pytestmark = pytest.mark.slow
+
+
+def name_of(page: Path) -> str:
+    """`README.md`, or the path within `docs/`."""
+    return str(page.relative_to(ROOT)).removeprefix("docs/")
 
 
 def run_program(*words: str, cwd: Path, expect: int = 0, timeout: float = 110) -> str:
@@ -189,7 +194,7 @@ def test_an_encoder_that_is_fine_tuned_has_the_loss_of_one_process_over_all_mask
 def blocks_of_python() -> dict[str, str]:
     """Each block of Python in the README and in `docs/`, by its page and its number there."""
     return {
-        f"{page.name}-{number}": block
+        f"{name_of(page)}-{number}": block
         for page in PAGES
         for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
     }
@@ -202,13 +207,13 @@ def test_a_block_of_python_in_the_pages_runs(block: str, tmp_path: Path) -> None
     run_program(str(script), cwd=tmp_path)
 
 
-def test_the_loop_of_stopping_md_that_is_preempted_twice_ends_with_the_best_epoch_of_one_that_is_not(
+def test_the_loop_of_stop_md_that_is_preempted_twice_ends_with_the_best_epoch_of_one_that_is_not(
     tmp_path: Path,
 ) -> None:
     ends = []
     for folder, epochs in ((tmp_path / "whole", []), (tmp_path / "preempted", ["epoch 3:", "epoch 6:"])):
         folder.mkdir()
-        (folder / "train.py").write_text(blocks_of_python()["stopping.md-2"])
+        (folder / "train.py").write_text(blocks_of_python()["how-to/stop.md-2"])
         for epoch in epochs:
             command = [sys.executable, "-u", "train.py"]
             with template.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
@@ -224,7 +229,7 @@ def test_the_loop_of_stopping_md_that_is_preempted_twice_ends_with_the_best_epoc
     assert ends[1] == ends[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_links_of_a_page_lead_to_files_and_headings_that_exist(page: Path) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         target, _, heading = link.partition("#")
@@ -238,7 +243,7 @@ def test_the_links_of_a_page_lead_to_files_and_headings_that_exist(page: Path) -
 def test_strategies_md_lists_all_strategies() -> None:
     from fabric.strategies.registry import strategy_registrations
 
-    text = (ROOT / "docs/strategies.md").read_text()
+    text = (ROOT / "docs/how-to/strategies.md").read_text()
     table = text[text.index("| `strategy=` |") : text.index('"Others" are the devices')]
     listed = {
         name for row in table.splitlines() if row.startswith("|") for name in re.findall(r"`(\w+)`", row.split("|")[1])

@@ -1,7 +1,7 @@
 """For code that was written for Lightning Fabric: `from fabric.lightning import Fabric, seed_everything`.
 
 Names, arguments and defaults are that library's, implemented by the core, which does not depend on this package.
-What is not supported raises, with what to write instead. Differences are in `docs/from-lightning.md`.
+What is not supported raises, with what to write instead. Differences are in `docs/coming-from/lightning.md`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lightning Fabric's `Fabric`, implemented by the core's: `fabric.core`.
 
 Each method has that library's arguments and calls the core. Differences in results are in
-`docs/from-lightning.md`.
+`docs/coming-from/lightning.md`.
 """
 
 from __future__ import annotations

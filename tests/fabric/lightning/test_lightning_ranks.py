@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from processes import run
 
-PAGE = Path(__file__).parents[3] / "docs" / "from-lightning.md"
+PAGE = Path(__file__).parents[3] / "docs/coming-from/lightning.md"
 
 PROGRAM = """
 import json, os, sys

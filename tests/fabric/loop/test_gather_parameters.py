@@ -316,7 +316,7 @@ def test_slow_weights_by_hand_train_as_in_one_process_or_raise_what_to_write(str
             assert told.startswith(f"{how}, but at ZeRO stage 3 a weight has no values between"), way
             assert "within `with fabric.gathered(model, write=True):`" in told
         elif strategy == "fsdp" and way.startswith("assigned"):
-            assert not told  # see "Found by nothing" in docs/checks.md
+            assert not told  # see "Found by nothing" in docs/explanation/sanitizer.md
         else:
             assert not told, way
             assert loss == pytest.approx(look_ahead(None, *way.split(", "))[0], abs=1e-6), way

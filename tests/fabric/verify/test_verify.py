@@ -633,7 +633,7 @@ def test_a_program_without_a_record_is_a_sentence_with_its_output(script: str, w
     assert "`nowhere.py` is not a file" in missing.stderr
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "verify.md"
+PAGE = Path(__file__).parents[3] / "docs/how-to/verify.md"
 
 
 def rounded(text: str) -> str:
