@@ -3,8 +3,6 @@
 The names below are imported when they are first used, so that `fabric --help` need not import torch.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """What one rank of a fabric has between `launch` and `close`: complete once it is made, and given back by `close`."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys
@@ -115,7 +113,7 @@ class Session:
         return self._progress
 
     @cached_property
-    def checkpoints(self) -> Checkpoints:
+    def checkpoints(self) -> "Checkpoints":
         """What saves and loads. Made when it is first used: a program without checkpoints does not import it."""
         from fabric.checkpoints.checkpoints import Checkpoints
 

@@ -4,8 +4,6 @@ To add one, write its file and its row. The row determines where its name may be
 refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -49,7 +47,7 @@ class LauncherRow:
             "file."
         )
 
-    def make(self, topology: Topology) -> Launcher:
+    def make(self, topology: "Topology") -> "Launcher":
         """The launcher. Imports its file."""
         launcher: Launcher = resolve_name(f"fabric.launchers.{self.path}")(topology)
         return launcher

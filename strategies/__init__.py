@@ -3,8 +3,6 @@
 The names below are imported at their first use, so that an unused strategy does not import its backend.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

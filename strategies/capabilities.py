@@ -5,8 +5,6 @@ are supported, and give the numbers of plain PyTorch in one process: `fabric.tes
 accelerators are not capabilities: see `Strategy.refuse`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TypeAlias
 

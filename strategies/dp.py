@@ -3,8 +3,6 @@
 For notebooks and old scripts. One process drives all devices, so `ddp` is faster wherever it can run.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 holds for one model into `Prepared.layout`: the same, unless the user's function decided.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, final
 

@@ -4,8 +4,6 @@ Imported when it is first called, with all of `fabric.strategies.data`: a progra
 it.
 """
 
-from __future__ import annotations
-
 import pickle
 import time
 from collections.abc import Iterable

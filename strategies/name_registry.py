@@ -6,8 +6,6 @@ Entry points are read when a name is unknown, or when all are listed: scanning a
 takes tens of milliseconds, which a program with `accelerator="cuda"` does not pay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches

@@ -3,8 +3,6 @@
 The check depends on an option's annotation and name: `timeout_seconds` is a time, `bucket_bytes` a size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """Make the `Prepared` that a strategy's `setup` returns, from a module, its optimizers and its `GradientSync`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Fields are functions that differ between strategies, so that readers need not kn
 are the user's own objects wherever the strategy allows it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import final

@@ -3,8 +3,6 @@
 A subclass adds its options, `setup`, and the hooks in which it differs. Subclasses do not override `final` methods.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
@@ -100,7 +98,7 @@ class ProcessGroupStrategy(Strategy):
         self.when_connected(runtime)
         return runtime
 
-    def _share(self, mesh: DeviceMesh) -> Share:
+    def _share(self, mesh: "DeviceMesh") -> Share:
         """This rank's share of the data; the last axis varies fastest."""
         share = Share()
         for axis in filter(self.has_own_data, mesh.mesh_dim_names or ()):

@@ -3,8 +3,6 @@
 Reading the table imports no strategy; creating one imports only its module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from pkgutil import resolve_name
@@ -63,7 +61,7 @@ def _make(path: str, options: Mapping[str, Any]) -> Any:
     return resolve_name(f"fabric.strategies.{path}")(**options)
 
 
-_STRATEGIES: Registry[Strategy] = Registry(
+_STRATEGIES: "Registry[Strategy]" = Registry(
     "strategy",
     "fabric.strategies",
     (
@@ -83,7 +81,7 @@ def strategy_registrations() -> Mapping[str, Registration]:
     return _STRATEGIES.all()
 
 
-def make_strategy(name: str) -> Strategy:
+def make_strategy(name: str) -> "Strategy":
     """The strategy of a name.
 
     Raises: ValueError: the name is unknown; the message has similar names and all names.
@@ -91,7 +89,7 @@ def make_strategy(name: str) -> Strategy:
     return _STRATEGIES.make(name)
 
 
-def register_strategy(name: str, factory: Callable[[], Strategy], *, description: str = "") -> None:
+def register_strategy(name: str, factory: "Callable[[], Strategy]", *, description: str = "") -> None:
     """Make `Fabric(strategy=name)` use the result of `factory()`, in this process from now on.
 
     A strategy's class is a factory; `functools.partial(DDPStrategy, static_graph=True)` is one with options.

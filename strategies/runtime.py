@@ -1,7 +1,5 @@
 """The state of a process once it is connected: world, device, collective and precision."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -55,7 +53,7 @@ class Runtime:
     """What ranks do when the first has no batch left; None: see `Fabric.setup_dataloaders`."""
     layout: Layout = REPLICAS
     """How the models of the strategy lie over the ranks, as far as it knows before it has seen one."""
-    mesh: DeviceMesh | None = None
+    mesh: "DeviceMesh | None" = None
     """The device mesh, if the strategy has one."""
     loop_progress: LoopProgress = field(default_factory=LoopProgress)
     """What the loop has done so far: batches, backwards and steps."""

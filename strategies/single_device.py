@@ -1,7 +1,5 @@
 """One process, one device: plain PyTorch through the methods of `Fabric`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final

@@ -5,8 +5,6 @@ state in `Prepared`. Code above this layer never asks which strategy it has; wha
 here.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager

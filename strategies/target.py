@@ -1,7 +1,5 @@
 """The configuration that a strategy is asked to run on: all that `Strategy.refuse` may read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field

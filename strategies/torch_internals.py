@@ -5,8 +5,6 @@ is listed here, or there among those that torch's documentation or subclasses ev
 torch has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from pkgutil import resolve_name

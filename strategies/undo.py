@@ -1,8 +1,6 @@
 """Functions that undo something, combined into one; attributes that are restored; and hooks that do not outlive their
 parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import proxy

@@ -4,8 +4,6 @@ Imported when it is first used, with all of `fabric.strategies.checkpoint`: a pr
 for it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import cache

@@ -5,8 +5,6 @@ saves, not steps: a run that resumes from an older checkpoint saves newer ones w
 removed first: if the job is killed then, the rest is an incomplete checkpoint, which the next save removes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import operator
@@ -44,7 +42,7 @@ class Name:
         return f"{self.number:06}{step}" + ("" if self.metric is None else f"-metric-{self.metric!r}")
 
     @classmethod
-    def parse(cls, text: str) -> Name | None:
+    def parse(cls, text: str) -> "Name | None":
         """From the name of a folder; None if it is not the name of a checkpoint."""
         found = _PATTERN.fullmatch(text)
         if found is None:
@@ -82,12 +80,12 @@ class CheckpointDirectory:
 
     def save(
         self,
-        fabric: Fabric,
+        fabric: "Fabric",
         state: Mapping[str, Any],
         *,
         step: int | None = None,
         metric: float | None = None,
-        filter: Filter | None = None,
+        filter: "Filter | None" = None,
         blocking: bool = True,
     ) -> PendingSave:
         """Save as `fabric.save`, under the next name, and remove what need not be kept once that is complete.
@@ -105,7 +103,7 @@ class CheckpointDirectory:
         return fabric.save(self._storage.inside(folder).path, state, filter, blocking, after_commit=self._remove_old)
 
     def load(
-        self, fabric: Fabric, state: MutableMapping[str, Any], strict: bool = True, *, resume_loaders: bool = True
+        self, fabric: "Fabric", state: MutableMapping[str, Any], strict: bool = True, *, resume_loaders: bool = True
     ) -> str | None:
         """Load the newest complete checkpoint as `fabric.load`, and return its path; None where there is none.
 

@@ -6,8 +6,6 @@ If the ranks split one order of samples, rank 0's state is saved for all. If eac
 checkpoint has the state of every rank: each writes the tensors of its own, and reads only them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, final
 

@@ -7,8 +7,6 @@ are sent: each rank writes its own. If the data was partitioned differently, ran
 from that of rank 0.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, final

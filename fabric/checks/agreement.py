@@ -5,8 +5,6 @@ on it add up to zero modulo 2**64, so the sum over all ranks and facts is zero w
 ranks form.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import Counter

@@ -5,8 +5,6 @@ overrides costs no call.
 Arithmetic (weights, loss scaling, gradient synchronisation) is no check.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final

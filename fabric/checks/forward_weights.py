@@ -5,8 +5,6 @@ changes are lost, hooks of DTensors do not run, and parameters that were replace
 `torch.func.functional_call`, are not read.
 """
 
-from __future__ import annotations
-
 from typing import Any, final
 
 import torch

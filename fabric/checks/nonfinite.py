@@ -11,8 +11,6 @@ scale, and the guard does nothing. At a scale of 1 or less the gradients themsel
 Without a guard, `Divergence` reports a step with a loss that is not finite.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias, final

@@ -14,8 +14,6 @@ integers.
 Knows no strategy: `Layout` and `StateAccess` tell which ranks hold the same part of a tensor.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -68,7 +66,7 @@ class WatchedSteps:
 class Sanitizer(Check):
     """Tells the watch which objects were set up, and starts it. Always called; the watch is called in watched steps."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: "Watch") -> None:
         self._watch = watch
 
     def connected(self, runtime: Runtime) -> None:

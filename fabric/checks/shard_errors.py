@@ -1,7 +1,5 @@
 """A note on an error of torch's that a parameter in shards may have caused: torch names neither parameter nor shard."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

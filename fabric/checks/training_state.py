@@ -3,8 +3,6 @@
 `StateAccess` tells which part of each tensor a rank holds, and which ranks hold the same part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 

@@ -11,8 +11,6 @@ steps with gradients of `fabric.backward`. It is no error: a program may train a
 or average its gradients itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 from weakref import WeakKeyDictionary, WeakSet

@@ -8,8 +8,6 @@ a half, without the tensors. Source: the count sketch, Charikar, Chen, Farach-Co
 streams", ICALP 2002.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -147,7 +145,7 @@ class Record:
         part.replace(path)
 
     @classmethod
-    def load(cls, path: Path) -> Record:
+    def load(cls, path: Path) -> "Record":
         """Read a record. Raises: ValueError: it is damaged, or no record of this version."""
         try:
             content = json.loads(gzip.decompress(path.read_bytes()))

@@ -4,8 +4,6 @@ Gradients are read after each synchronised backward, when they are averaged and 
 after the step. Both whole, one tensor at a time, under every strategy.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ machine can run, `fabric consolidate` exports a checkpoint, `fabric verify` comp
 Each command imports what it needs when it runs, so that `--help` starts without torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

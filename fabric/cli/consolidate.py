@@ -1,7 +1,5 @@
 """`fabric consolidate`: export a module of a checkpoint as safetensors, in this process."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -5,8 +5,6 @@ It calls the functions that `Fabric(...)` calls: what a strategy supports is com
 initialises no device.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -160,7 +158,7 @@ def _print_table(
     table.print(console)
 
 
-def _not_here(row: Mapping[str, Any], table: _NotedTable) -> str:
+def _not_here(row: Mapping[str, Any], table: "_NotedTable") -> str:
     """The cell of something that cannot run, with the number of the reason."""
     return f"{'needs your function' if row.get('needs_function') else 'no'} {table.note(row['why_not'])}"
 

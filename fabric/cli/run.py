@@ -5,8 +5,6 @@ It supervises no process and imports no torch. `execve` keeps the process, so si
 script's own. Names of strategies and accelerators are not checked here: the script may register its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """`fabric verify`: the numbers of one process, compared with those of a strategy on the user's own program."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

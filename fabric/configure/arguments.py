@@ -3,8 +3,6 @@
 Only arguments that Python or torch would misinterpret are checked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypedDict, get_args
 

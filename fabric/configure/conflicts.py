@@ -4,8 +4,6 @@
 these devices exist, can this strategy use them) are in `resolve` itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """Deterministic algorithms, for as long as a fabric is open."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ If a world exists already, `auto` takes as many as it has processes on this node
 "devices" are processes, counted from 0.
 """
 
-from __future__ import annotations
-
 from fabric.configure.conflicts import describe_world
 from fabric.configure.machine import Found, Machine
 from fabric.configure.request import Request

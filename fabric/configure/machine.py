@@ -4,8 +4,6 @@
 create one from numbers. `Machine.look` initialises no device (see `TorchAccelerator`).
 """
 
-from __future__ import annotations
-
 import platform
 import sys
 from collections.abc import Mapping
@@ -42,7 +40,7 @@ class Found:
     """See `Accelerator.platform`."""
 
     @classmethod
-    def look(cls, accelerator: Accelerator) -> Found:
+    def look(cls, accelerator: Accelerator) -> "Found":
         """Count the devices now."""
         return cls(
             accelerator=accelerator,
@@ -75,7 +73,7 @@ class Machine:
     """The result of the requested strategy's `look_for_packages`."""
 
     @classmethod
-    def look(cls, environ: Mapping[str, str], request: Request) -> Machine:
+    def look(cls, environ: Mapping[str, str], request: Request) -> "Machine":
         """Describe this machine, and the accelerator, strategy and environment that the request names.
 
         Raises: ValueError: the accelerator's or the strategy's name is unknown, or the environment's variables

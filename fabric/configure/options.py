@@ -4,8 +4,6 @@ Each function takes the value and its source text, `written`, for the error. Imp
 refuses a wrong value before anything starts.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ merged here: an argument that the script leaves at its default is taken from the
 give different values, because neither may override the other silently.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -62,7 +60,7 @@ class Request:
     loggers: tuple[Any, ...] = ()
 
     @classmethod
-    def build(cls, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Request:
+    def build(cls, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> "Request":
         """Check each argument of `Fabric(**arguments)` and each option of `fabric run`, and merge them.
 
         `arguments`: by the names of `Fabric`'s parameters; a missing one is at its default.

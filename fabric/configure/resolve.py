@@ -11,8 +11,6 @@ A pure function of two values (and of the tables of names), so that every rule i
 - One process needs no launcher, whatever `launcher` is: the calling process is the rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from fabric.configure.conflicts import (

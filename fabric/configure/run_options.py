@@ -8,8 +8,6 @@ run the script again. The main module identifies its multiprocessing children, w
 process id would match only the first process; with one variable per option, a program could inherit some of them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -30,7 +28,7 @@ class ProgramId:
     """The real path of the script, `-m NAME` for a module, None for neither."""
 
     @classmethod
-    def current(cls) -> ProgramId:
+    def current(cls) -> "ProgramId":
         """The program of this process."""
         return cls(arguments=tuple(sys.orig_argv[1:]), main=_main_of(sys.modules["__main__"]))
 

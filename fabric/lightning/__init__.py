@@ -4,8 +4,6 @@ Names, arguments and defaults are that library's, implemented by the core, which
 What is not supported raises, with what to write instead. Differences are in `docs/coming-from/lightning.md`.
 """
 
-from __future__ import annotations
-
 from fabric.lightning.fabric import Fabric
 from fabric.lightning.utilities.seed import seed_everything
 from fabric.lightning.wrappers import is_wrapped

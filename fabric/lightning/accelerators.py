@@ -1,7 +1,5 @@
 """The kinds of devices, with the names and methods of Lightning Fabric."""
 
-from __future__ import annotations
-
 from typing import final
 
 import torch

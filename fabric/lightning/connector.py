@@ -1,7 +1,5 @@
 """Convert the arguments of Lightning Fabric's `Fabric`, and names of reductions, to those of the core."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, TypeAlias
 
 from fabric.lightning.accelerators import Accelerator

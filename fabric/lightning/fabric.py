@@ -4,8 +4,6 @@ Each method has that library's arguments and calls the core. Differences in resu
 `docs/coming-from/lightning.md`.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -79,7 +77,7 @@ class Fabric:
 
         return of_core
 
-    def __enter__(self) -> Fabric:
+    def __enter__(self) -> "Fabric":
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -1,7 +1,5 @@
 """Lightning Fabric's `Logger`, `CSVLogger` and `TensorBoardLogger`, for `isinstance`, and to derive loggers from."""
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -118,10 +116,10 @@ class FolderLogger(Logger):
         }
 
 
-def rank_zero_experiment(function: Callable[[Any], T]) -> Callable[[Any], T | _Nothing]:
+def rank_zero_experiment(function: Callable[[Any], T]) -> "Callable[[Any], T | _Nothing]":
     """The property `experiment` on rank zero; on other ranks an object whose methods do nothing."""
 
-    def experiment(self: Any) -> T | _Nothing:
+    def experiment(self: Any) -> "T | _Nothing":
         return function(self) if rank_zero_only.rank == 0 else _Nothing()
 
     experiment.__doc__ = function.__doc__
@@ -136,7 +134,7 @@ class _Nothing:
             raise AttributeError(name)
         return lambda *args, **kwargs: None
 
-    def __getitem__(self, index: Any) -> _Nothing:
+    def __getitem__(self, index: Any) -> "_Nothing":
         return self
 
     def __setitem__(self, index: Any, value: Any) -> None:

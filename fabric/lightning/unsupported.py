@@ -1,7 +1,5 @@
 """Errors for features of Lightning Fabric that this package does not support."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

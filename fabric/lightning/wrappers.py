@@ -4,8 +4,6 @@ The wrapper is for code with `model.module` or `isinstance(model, _FabricModule)
 parameters, buffers and submodules have the names of the user's module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -73,7 +71,7 @@ class _FabricModule(nn.Module):
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> _IncompatibleKeys:
+    ) -> "_IncompatibleKeys":
         keys: _IncompatibleKeys = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
         return keys
 
@@ -96,15 +94,15 @@ class _FabricModule(nn.Module):
     def get_submodule(self, target: str) -> nn.Module:
         return self.module.get_submodule(target)
 
-    def train(self, mode: bool = True) -> _FabricModule:
+    def train(self, mode: bool = True) -> "_FabricModule":
         self._forward_module.train(mode)
         return self
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> _FabricModule:
+    def apply(self, fn: Callable[[nn.Module], None]) -> "_FabricModule":
         self.module.apply(fn)
         return self
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> _FabricModule:
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "_FabricModule":
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -143,7 +141,7 @@ _OWN_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 class AfterStep:
     """The step hook of a prepared optimizer: calls `on_after_optimizer_step` of the callbacks that have it."""
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, fabric: "Fabric") -> None:
         self._fabric = fabric
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -4,8 +4,6 @@ The last micro-batch of a window is found by reading one ahead, never beyond the
 position is exactly after the samples trained on. Uses `GradientSync` and no strategy.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -66,7 +64,7 @@ class Accumulation:
         batches: Iterable[T],
         num_batches: int,
         unsynced: Callable[[], AbstractContextManager[None]],
-    ) -> Iterator[Window[T]]:
+    ) -> "Iterator[Window[T]]":
         """See `Fabric.accumulate`. `unsynced`: the context of all micro-batches but the last."""
         remaining, taken = _Ahead(iter(batches), self.repeated, self._progress.ahead), 0
         total = batches.num_batches_at_start if isinstance(batches, DeviceLoader) else length_of(batches)
@@ -140,7 +138,7 @@ class _Kept:
 class Window(Generic[T]):
     """The micro-batches of one optimizer step. Can be iterated once; gradients are synchronised in the last one."""
 
-    _remaining: _Ahead[T]
+    _remaining: "_Ahead[T]"
     _num_batches: int
     _length: int | None
     _unsynced: Callable[[], AbstractContextManager[None]]

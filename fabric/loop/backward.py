@@ -3,8 +3,6 @@
 Which function computes the gradients depends on the models that are set up, and is chosen when one is.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ another within the loop. The prepared loader knows which batches were repeated t
 were read by several ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Whole parameters of a model, read or written outside of its forward, under every strategy: `Fabric.gathered`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast, final

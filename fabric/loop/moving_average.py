@@ -4,8 +4,6 @@ Each rank averages its shards, with one `torch._foreach` operation and without c
 loaded, the average is written into the parameters, so that the strategy treats it as it treats the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, final

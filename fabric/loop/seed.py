@@ -3,8 +3,6 @@
 Nothing is written to the environment: the generators themselves are the only state.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 

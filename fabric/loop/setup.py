@@ -5,8 +5,6 @@ averaging of parameters that are in no module, the counting of steps, the moment
 is connected; everything that it attaches to objects that still exist is undone when the fabric is closed.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack

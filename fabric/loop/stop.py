@@ -7,8 +7,6 @@ uncontended lock.
 Source: the synchronisation point of multi-host preemption in JAX and Orbax, here over torch's store.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -7,8 +7,6 @@ Ranks that hold parts of one model have the same loss and the same weight, so th
 over those with data of their own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, final
@@ -29,7 +27,7 @@ from fabric.strategies.tensors.dtensor import as_sharded, local_part
 from fabric.strategies.tensors.gradient_placeholder import GradientPlaceholder
 from fabric.strategies.tensors.parameters import parameters_of
 
-Weight: TypeAlias = "float | Tensor"
+Weight: TypeAlias = float | Tensor
 
 
 @final

@@ -1,7 +1,5 @@
 """Run one method on every callback that has it. A callback is any object; its hooks are the names of its methods."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

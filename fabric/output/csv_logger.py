@@ -5,8 +5,6 @@ pickled, forked and copied. A new metric needs a new column: the file is written
 replaces. So rows are written once more each time that new names appear.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -48,7 +46,7 @@ class CSVLogger:
         """Write the hyperparameters to `hyperparameters.json` beside the rows; a second call replaces it."""
         write_hyperparams(self._open().file.parent, params)
 
-    def _open(self) -> CSVRows:
+    def _open(self) -> "CSVRows":
         if self._rows is None:
             self._rows = CSVRows(make_run_directory(self.root, self.name, self.version) / "metrics.csv")
         return self._rows

@@ -4,8 +4,6 @@ Fabric calls it on rank zero only, with numbers. Lightning's loggers, Comet's ex
 `log_metrics`; a Weights & Biases run has `log`, and so has the module `wandb` once a run is open.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ The bar is drawn between two items: there is no thread, because a loader that fo
 the thread holds. So the bar stands still while one item takes long. Costs about a microsecond per item.
 """
 
-from __future__ import annotations
-
 import atexit
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -32,7 +30,7 @@ def progress(
     total: int | None = None,
     num_ranks: int = 1,
     enabled: bool = True,
-    console: Console | None = None,
+    console: "Console | None" = None,
 ) -> Iterator[T]:
     """Iterate over `iterable`, and show the position, samples per second, and the time elapsed and left.
 
@@ -48,7 +46,7 @@ def progress(
 
 
 def _shown(
-    iterable: Iterable[T], description: str, total: int | None, num_ranks: int, console: Console | None
+    iterable: Iterable[T], description: str, total: int | None, num_ranks: int, console: "Console | None"
 ) -> Iterator[T]:
     display = _Display(description, total, num_ranks, console)
     atexit.register(display.close)  # for an iterator that is still held when the program ends
@@ -70,7 +68,7 @@ def _shown(
 class _Display:
     """A bar if the console is a terminal that can move its cursor; lines in files, pipes and notebooks."""
 
-    def __init__(self, description: str, total: int | None, num_ranks: int, console: Console | None) -> None:
+    def __init__(self, description: str, total: int | None, num_ranks: int, console: "Console | None") -> None:
         from rich import get_console
         from rich.progress import BarColumn, Progress, TextColumn
 
@@ -109,7 +107,7 @@ class _Display:
         self._bars.stop()
 
 
-def _line(task: Task, samples: int, num_ranks: int) -> str:
+def _line(task: "Task", samples: int, num_ranks: int) -> str:
     """`120/450  3,210 samples/s  0:00:12  0:00:33 left`; items per second if the batch size is not known."""
     seconds = task.elapsed or 0.0
     rate, unit = task.speed or (task.completed / seconds if seconds else 0.0), "it/s"

@@ -3,8 +3,6 @@
 Each call is flushed, so what was logged is on disk when the process is killed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import weakref

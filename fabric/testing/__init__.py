@@ -11,8 +11,6 @@ It needs no test runner. A capability in the strategy's `lacks` must raise its e
 the numbers of one process of plain PyTorch. `verify` asks the same of a user's own program.
 """
 
-from __future__ import annotations
-
 from fabric.testing.cases import Case as Case
 from fabric.testing.cases import cases as cases
 from fabric.testing.checks import Finding as Finding

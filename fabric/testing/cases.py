@@ -1,7 +1,5 @@
 """The cases of the conformance suite: a loop, and the claim that it tests, for each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ Each launch draws sizes and numbers from a new seed, which is printed and part o
 same.
 """
 
-from __future__ import annotations
-
 import random
 import traceback
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Each rank also draws what the others pass, and so knows the expected result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Sizes are odd, prime, and smaller than the number of ranks on purpose. Values ar
 that a model is the same wherever it is constructed, and torch's global generator is not used.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar, final
@@ -37,7 +35,7 @@ class Sizes:
     """Samples per step of each share of the data."""
 
     @classmethod
-    def draw(cls, seed: int) -> Sizes:
+    def draw(cls, seed: int) -> "Sizes":
         """Draw sizes from the seed."""
         draw = random.Random(seed)
         return cls(
@@ -196,7 +194,7 @@ class Trial:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", Sizes.draw(self.seed))
 
-    def in_one_process(self, num_shares: int = 1) -> Trial:
+    def in_one_process(self, num_shares: int = 1) -> "Trial":
         """The same trial for one process that reads all data, and may split it itself."""
         return replace(self, num_shares=num_shares, batch_size=self.step_size, compiler=None)
 

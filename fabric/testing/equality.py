@@ -1,7 +1,5 @@
 """`verify`: whether a program has the numbers of one process, for a user's own tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

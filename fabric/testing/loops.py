@@ -3,8 +3,6 @@
 What they return must be equal; what they assert must hold in both.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -586,7 +584,7 @@ class _InParts(IterableDataset[tuple[Tensor, ...]]):
         self.batches, self.more, self.new = batches, more, new
         self.share, self.num_shares = 0, 1
 
-    def shard(self, num_shards: int, index: int) -> _InParts:
+    def shard(self, num_shards: int, index: int) -> "_InParts":
         part = copy.copy(self)
         part.share, part.num_shares = index, num_shards
         return part

@@ -5,8 +5,6 @@ Each method is the line of torch that a plain loop would have. If each share of 
 gradients are averaged here. The loss scale is constant, and small enough that nothing overflows.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping

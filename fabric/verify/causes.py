@@ -1,7 +1,5 @@
 """Why a run may differ from one process: the causes that are present in this program, each with what to write."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 

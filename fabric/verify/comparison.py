@@ -7,8 +7,6 @@ steps. A run is equal to the reference if no tensor is farther from it than `MAR
 references happen to be closer than others may be as far as a few units of the last place of its norm.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

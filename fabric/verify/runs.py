@@ -3,8 +3,6 @@
 Each run is a process of its own, started like `fabric run`; a record is all that comes back.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

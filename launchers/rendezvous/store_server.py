@@ -8,8 +8,6 @@ backlog. The thread that serves it starts after the ranks, because a process wit
 safely.
 """
 
-from __future__ import annotations
-
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -101,7 +99,7 @@ class MeetingPoint:
         except DistError:
             return ""
 
-    def _connected(self) -> TCPStore | None:
+    def _connected(self) -> "TCPStore | None":
         """The store, as seen from this node; None if node 0 does not serve it."""
         from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 

@@ -7,8 +7,6 @@ Unlike with `multiprocessing`'s fork server, ranks get the standard streams of t
 supervisor gets the exit code, no resource tracker is left, and the modules to preload are chosen by fabric alone.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
@@ -34,11 +32,11 @@ MAX_REQUEST_BYTES = 1 << 18
 
 # Note [One fork server per process]
 # It belongs to the process and not to a launcher, so that the next launch uses it.
-_servers: list[ForkServer] = []
+_servers: "list[ForkServer]" = []
 _servers_lock = threading.Lock()
 
 
-def fork_server() -> ForkServer:
+def fork_server() -> "ForkServer":
     """The fork server of this process; a new one if there is none, or it has died."""
     with _servers_lock:
         if not _servers or not _servers[-1].is_usable:
@@ -63,7 +61,7 @@ class ForkServer:
         """Whether it runs, and was started by this process and not by the one that this was forked from."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def start(self, world: World, task: CallFunction, preload: tuple[str, ...]) -> Child:
+    def start(self, world: "World", task: "CallFunction", preload: tuple[str, ...]) -> "Child":
         """Fork one rank."""
         from fabric.launchers.rank import task as tasks
         from fabric.launchers.supervision.supervisor import Child

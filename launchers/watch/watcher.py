@@ -19,8 +19,6 @@ Under a launcher that is not ours each rank ends itself: its main thread cannot 
 Cost: one request to the store and one open port per rank, and 0.1 ms of the GIL every few seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -105,7 +103,7 @@ class Watcher:
     def __init__(
         self,
         world: World,
-        store: Store,
+        store: "Store",
         journal: Journal,
         report_after_seconds: float,
         progress: Callable[[], str] = lambda: "",

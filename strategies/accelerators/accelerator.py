@@ -1,7 +1,5 @@
 """The interface of an accelerator, the devices of one kind that this process can see; and the CPU, always available."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import final

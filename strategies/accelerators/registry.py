@@ -1,7 +1,5 @@
 """Accelerators by name: those of torch, those a program registered, and those of installed packages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 

@@ -8,8 +8,6 @@ Counting devices must not initialise one, because a process that then forks woul
 CUDA only where NVML does not answer, as on a machine without a driver: a fork loses nothing there (`fork.py`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import final
 

@@ -4,8 +4,6 @@ PJRT_DEVICE selects the kind; torch_xla's own default, the CPU if there is no TP
 torch_xla for a TPU only, and initialises no device: otherwise no replicas could be launched afterwards.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec

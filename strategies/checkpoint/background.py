@@ -12,8 +12,6 @@ from which a blocking save copies in the same way.
 One save at a time: the next one waits for the previous one.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import secrets
@@ -166,7 +164,7 @@ class BackgroundSaves:
 
 
 def _save(
-    storage: Storage, plan: Plan, store: Store | None, size: int, after_commit: Callable[[], object] | None
+    storage: Storage, plan: Plan, store: "Store | None", size: int, after_commit: Callable[[], object] | None
 ) -> CheckpointError | None:
     """Write, agree, commit on rank 0. Returns the error that every rank raises, or None.
 

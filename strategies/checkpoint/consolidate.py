@@ -3,8 +3,6 @@
 Tensors are assembled from the pieces of all ranks for one file at a time; those that one rank saved are mapped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping

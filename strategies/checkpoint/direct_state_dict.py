@@ -1,8 +1,6 @@
 """Guards for a program that itself calls `state_dict` or `load_state_dict` of a sharded model or its optimizer: a state
 of shards is reported, and whole tensors are refused."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The errors of saving and loading, and how every rank raises the error of one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, TypeAlias, TypeVar, cast

@@ -3,8 +3,6 @@
 All bytes are verified before any object is changed; each rank verifies a share of them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +40,7 @@ class Checkpoint:
     """Opens each file once."""
 
     @classmethod
-    def open(cls, storage: Storage, content: bytes | None = None) -> Checkpoint:
+    def open(cls, storage: Storage, content: bytes | None = None) -> "Checkpoint":
         """The checkpoint in this folder; `content`: the bytes of its manifest, if they were read already.
 
         Raises: CheckpointError: there is no manifest. ValueError: the manifest is damaged.

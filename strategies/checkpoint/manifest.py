@@ -5,8 +5,6 @@ save that was not completed. It is JSON, so that any program can read it, and co
 each rank is written in the same format, next to its data.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -78,7 +76,7 @@ class Manifest:
         return _text({"format": FORMAT, "version": VERSION, "xxh3_64": checksum, "content": content}) + b"\n"
 
     @classmethod
-    def of_bytes(cls, content: bytes) -> Manifest:
+    def of_bytes(cls, content: bytes) -> "Manifest":
         """From the contents of the file.
 
         Raises: ValueError: it is not a manifest, is damaged, or is of another version or byte order.

@@ -1,7 +1,5 @@
 """Compare a checkpoint with the objects that it is loaded into: all mismatches at once, before anything is changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final

@@ -1,7 +1,5 @@
 """Files of other libraries: `torch.save` and safetensors, single or in shards. Reading runs no code from them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

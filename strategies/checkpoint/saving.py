@@ -10,8 +10,6 @@ would otherwise be sent to all ranks. The ranks communicate only a token and two
 files of a rank, that rank wrote to another disk, which is an error.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -38,7 +36,7 @@ def save(
     storage: Storage,
     state: Any,
     after_commit: Callable[[], object] | None = None,
-    staged: Callable[[Plan], Plan] = lambda plan: plan,
+    staged: "Callable[[Plan], Plan]" = lambda plan: plan,
 ) -> None:
     """Save `state`, a nest of plain values, tensors and `TensorShards`, replacing the checkpoint at the path.
 

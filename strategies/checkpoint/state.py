@@ -5,8 +5,6 @@ in one process of plain PyTorch. So every strategy reads what any other wrote. A
 between shards and plain state.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy

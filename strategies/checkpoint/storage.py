@@ -4,8 +4,6 @@ After `write` or `commit` has returned, the file survives a crash of the process
 also a crash of the machine. In an object store, that depends on the store.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -18,7 +16,7 @@ from typing import Any, BinaryIO, TypeAlias, final
 import torch
 from torch import Tensor
 
-Buffer: TypeAlias = "bytes | memoryview"
+Buffer: TypeAlias = bytes | memoryview
 
 
 class Storage(ABC):
@@ -62,7 +60,7 @@ class Storage(ABC):
         """Delete a file, if it exists."""
 
     @abstractmethod
-    def inside(self, folder: str) -> Storage:
+    def inside(self, folder: str) -> "Storage":
         """A folder in this one."""
 
     @abstractmethod
@@ -121,7 +119,7 @@ class Folder(Storage):
         with contextlib.suppress(FileNotFoundError):
             (self._folder / name).unlink()
 
-    def inside(self, folder: str) -> Folder:
+    def inside(self, folder: str) -> "Folder":
         return Folder(self._folder / folder)
 
     def discard(self) -> None:
@@ -170,7 +168,7 @@ class Remote(Storage):
         with contextlib.suppress(FileNotFoundError):
             self._system.rm_file(self._at(name))
 
-    def inside(self, folder: str) -> Remote:
+    def inside(self, folder: str) -> "Remote":
         return Remote(f"{self._address}/{folder}")
 
     def discard(self) -> None:

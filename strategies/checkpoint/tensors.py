@@ -1,8 +1,6 @@
 """The tensors of a state: their shards on this rank, to be saved (`TensorShards`); their bytes in a checkpoint, which
 are read when they are needed (`Stored`); and copies on the CPU (`snapshot`)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from copy import copy
@@ -89,7 +87,7 @@ def memory_of(part: Tensor) -> tuple[Any, ...]:
 class Stored:
     """A tensor in a checkpoint. Its bytes are not read until they are needed."""
 
-    def __init__(self, pointer: str, entry: Entry, open_file: Callable[[str], Tensor]) -> None:
+    def __init__(self, pointer: str, entry: "Entry", open_file: Callable[[str], Tensor]) -> None:
         self.pointer = pointer
         self.shape: Shape = entry.shape
         self.dtype = DTYPES[entry.dtype]
@@ -132,7 +130,7 @@ class Stored:
             if shared is not None:
                 target[shared.slices_in(chunk)].copy_(self._elements(piece)[shared.slices_in(piece.chunk)])
 
-    def _elements(self, piece: Piece) -> Tensor:
+    def _elements(self, piece: "Piece") -> Tensor:
         num_bytes = piece.chunk.numel * self.dtype.itemsize
         content = self._open_file(piece.file)[piece.offset_bytes : piece.offset_bytes + num_bytes]
         return content.view(self.dtype).view(piece.chunk.shape)

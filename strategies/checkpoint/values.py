@@ -6,8 +6,6 @@ state; tensors that are made of tensors; enums, dataclasses and named tuples of 
 JSON lacks are written as objects whose first key starts with "$".
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import math

@@ -10,8 +10,6 @@ Unlike `TORCH_DISTRIBUTED_DEBUG=DETAIL`, it needs no second process group, and w
 line of the program is shown, and not compared: ranks may make one call on different lines.
 """
 
-from __future__ import annotations
-
 import inspect
 import threading
 import warnings

@@ -5,8 +5,6 @@ Ranks whose calls differ would otherwise exchange garbage, hang, or (gloo, on si
 number on the CPU. Knows strings, numbers, bytes, and a collective of tensors; knows no containers.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import inspect
@@ -36,7 +34,7 @@ _this_thread = threading.local()
 # 1961, 3644, 6077; of 16 elements 109, 4486, 14774, 15508.
 
 
-def check_call(collective: Collective, call: str, *, advice: str = "") -> None:
+def check_call(collective: "Collective", call: str, *, advice: str = "") -> None:
     """Raise on every rank unless all ranks make the same call.
 
     `call`: a line that names the operation, then a line for each of its operands. `advice`: the last sentence of the
@@ -49,7 +47,7 @@ def check_call(collective: Collective, call: str, *, advice: str = "") -> None:
         raise difference(collective, call, advice)
 
 
-def check_call_later(collective: Collective, call: str, *, advice: str = "") -> None:
+def check_call_later(collective: "Collective", call: str, *, advice: str = "") -> None:
     """`check_call` for data on an accelerator: no rank waits for the message. The next call that the ranks compare
     raises the error, on every rank; the error names the line of this call."""
     if collective.size == 1:
@@ -63,14 +61,14 @@ def check_call_later(collective: Collective, call: str, *, advice: str = "") -> 
     collective.add_number_later(mine, judge)
 
 
-def all_equal(collective: Collective, words: str) -> bool:
+def all_equal(collective: "Collective", words: str) -> bool:
     """Whether all ranks passed the same string. Ranks: all. Cost: one `all_reduce` of a number; none if alone."""
     mine = hash_of(words)
     return collective.size == 1 or collective.add_number(mine) == mine * collective.size
 
 
 def difference(
-    collective: Collective, call: str, advice: str = "", frames: Sequence[tuple[str, int, str]] | None = None
+    collective: "Collective", call: str, advice: str = "", frames: Sequence[tuple[str, int, str]] | None = None
 ) -> CollectiveError:
     """The error for ranks whose hashes differ. Ranks: all, each with its own call, and the frames that made it."""
     line = ", ".join(filter(None, [users_line(frames or frames_of(inspect.currentframe())), collective.progress()]))
@@ -97,7 +95,7 @@ def is_in_a_started_thread() -> bool:
     return frames_of(inspect.currentframe())[-1][2] == "_bootstrap"
 
 
-def all_gather_bytes(collective: Collective, mine: bytes) -> list[bytes]:
+def all_gather_bytes(collective: "Collective", mine: bytes) -> list[bytes]:
     """Return the bytes of all ranks, in rank order. Each is sent padded to the greatest length."""
     lengths = collective.all_gather(torch.tensor(len(mine), device="cpu")).tolist()
     rows = collective.all_gather(to_tensor(bytearray(mine.ljust(max(lengths), b"\0"))))

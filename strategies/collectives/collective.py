@@ -9,8 +9,6 @@ is differentiable. Tensors are dense, of any dtype that `dtypes.py` allows for t
 or on the CPU.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -105,7 +103,7 @@ class Collective(ABC):
         """The number of ranks."""
 
     @property
-    def process_group(self) -> ProcessGroup | None:
+    def process_group(self) -> "ProcessGroup | None":
         """Torch's process group of these ranks, for classes of torch that take one; None: there is none."""
         return None
 
@@ -212,7 +210,7 @@ class Collective(ABC):
         """
 
     @abstractmethod
-    def split(self, ranks: Sequence[int]) -> Collective | None:
+    def split(self, ranks: Sequence[int]) -> "Collective | None":
         """The collective of some ranks (numbered in this one), already set up; None on other ranks.
 
         Ranks: all ranks of this collective call it, with the same `ranks`, in ascending order.
@@ -220,7 +218,7 @@ class Collective(ABC):
         split again.
         """
 
-    def for_gradients(self) -> Collective:
+    def for_gradients(self) -> "Collective":
         """A collective of the same ranks for gradients. Where the backend aborts if ranks make different calls, calls
         of the two collectives are not matched with each other.
 
@@ -233,7 +231,7 @@ class Collective(ABC):
         return bool(self.all_reduce(torch.tensor(decision, device="cpu"), "min" if require_all else "max"))
 
     @abstractmethod
-    def store(self) -> Store | None:
+    def store(self) -> "Store | None":
         """The key-value store of these ranks, for messages outside of collectives; None if there are no others.
 
         Ranks: each may call it alone. Keys are private to this collective.

@@ -14,8 +14,6 @@ Every collective reduces through these functions, so the results do not depend o
 Anything else raises here, with the dtype and the operation named, and not in the backend, with an error code.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ It records all calls on a process group, so also those of DDP, FSDP and DeepSpee
 on gloo, nor calls of Horovod or XLA. Measured on gloo (torch 2.13): `is_waiting` takes 70 us.
 """
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -8,8 +8,6 @@ hosts at each metric. Ranks whose calls differ then raise one call later; until 
 of hangs shows, or have garbage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Tensors anywhere inside a broadcast object are removed while it is pickled, and sent as tensors.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Sequence

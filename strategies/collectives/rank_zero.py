@@ -1,8 +1,6 @@
 """Rank 0 decides, or goes first: its weights and buffers are broadcast, and a block (a download, a cache) runs there
 before it runs on the other ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 

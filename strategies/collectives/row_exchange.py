@@ -4,8 +4,6 @@ Each rank chooses a destination rank per row; the number of rows differs from pa
 equal splits, which every collective has, so it runs over any backend.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any, cast, final
 

@@ -1,7 +1,5 @@
 """A collective of one rank: the same shape rule and errors as the others, without communication."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import final
 

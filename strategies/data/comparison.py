@@ -14,8 +14,6 @@ from.
 numbers of a tensor and 256 characters of a string.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

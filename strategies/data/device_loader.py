@@ -1,7 +1,5 @@
 """The prepared loader that `setup_dataloaders` returns: this rank's batches, on this rank's device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace

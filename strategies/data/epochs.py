@@ -8,8 +8,6 @@ chooses an epoch that is not the next, its order is drawn from its number and th
 position within an epoch is that of the loop, whatever workers have prefetched. Knows items and epochs; knows no loader.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -123,7 +121,7 @@ class Cursor:
     """The first samples of the order, by which a resumed run finds that its order differs."""
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Cursor:
+    def of(cls, state: Mapping[str, Any]) -> "Cursor":
         """The cursor in the state of an order."""
         return cls(**{each.name: state.get(each.name, each.default) for each in fields(cls)})
 
@@ -132,15 +130,15 @@ class Cursor:
         """Whether samples of the epoch have been read."""
         return self.samples > 0 or self.batches > 0
 
-    def at_start(self) -> Cursor:
+    def at_start(self) -> "Cursor":
         """At the first sample of the epoch."""
         return Cursor(epoch=self.epoch)
 
-    def after(self, batches: int, samples: int) -> Cursor:
+    def after(self, batches: int, samples: int) -> "Cursor":
         """After so many batches since `start`, which have so many samples."""
         return replace(self, batches=batches, samples=self.start + samples)
 
-    def in_other_steps(self) -> Cursor:
+    def in_other_steps(self) -> "Cursor":
         """At the same sample, for steps of another number of samples."""
         return replace(self, start=self.samples, batches=0)
 

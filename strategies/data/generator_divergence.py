@@ -7,8 +7,6 @@ batch of a prepared loader, or the next forward, each share but the first seeds 
 and its index. Seeds of the program remain if they differ by rank or are set after the set-up.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Sequence
 from typing import final

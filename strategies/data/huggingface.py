@@ -3,8 +3,6 @@
 The private names of `datasets` that are used here and in `presplit.py` are checked at the first `IterableDataset`.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from functools import cache

@@ -4,8 +4,6 @@ For `fabric verify`, whose reference is a run of one process over the global bat
 in the order of ranks, before the user's `collate_fn`; ready batches (`batch_size=None`, a list) are concatenated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, tee, zip_longest

@@ -6,8 +6,6 @@ sends two or three small messages (`Ranks`); iterating sends none, except with `
 (`rng.py`). Set-up draws from no random generator.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -97,7 +95,7 @@ class LoaderContext:
         """The part that this rank reads of data that was split over ranks; None with one rank."""
         return self.share if self.ranks.size > 1 else None
 
-    def alone(self) -> LoaderContext:
+    def alone(self) -> "LoaderContext":
         """The context of a loader that this rank reads whole, without collectives."""
         return replace(self, share=Share(), ranks=_ALONE, use="predict")
 

@@ -1,7 +1,5 @@
 """What a loop does with the batches of its loaders: how many it receives, repeats, reads ahead and trains on."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

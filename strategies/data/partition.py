@@ -15,8 +15,6 @@ than B * W. So every rank has a sample at every step, and no sample is used twic
 no sample to spare.
 """
 
-from __future__ import annotations
-
 import random
 import warnings
 from abc import ABC, abstractmethod

@@ -5,8 +5,6 @@ number of ranks (`ATTRIBUTES`). A map-style dataset that was split before (`data
 such attributes; there ranks find that their data differs: see `comparison.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Iterator

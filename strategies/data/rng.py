@@ -7,8 +7,6 @@ torch's own samplers, 8 us. So indices are drawn in chunks. Another thread that 
 states.
 """
 
-from __future__ import annotations
-
 import hashlib
 import pickle
 import random

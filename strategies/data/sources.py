@@ -9,8 +9,6 @@ split: a `PreparedStream` reads the user's dataset, makes the batches, and yield
 in each worker, over the part of the stream that the user's code gives to that worker.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice

@@ -4,8 +4,6 @@ Batches are copied on a side stream, from pinned memory, so that the host waits 
 not pinned (`pin_memory=True`) is copied to pinned memory here, by the loop's thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 

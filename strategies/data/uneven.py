@@ -9,8 +9,6 @@ A rank whose data has ended, while others go on, gets its last batch again. `Rep
 zero.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +29,7 @@ _NOTHING = -_NOTHING_OF_ONE
 class Agreed:
     """One iteration over the batches of this rank, for as many steps as the ranks agree on."""
 
-    supply: Supply
+    supply: "Supply"
     factors: deque[float]
     """For each batch that the loop has not received yet: the factor of its loss, see `RepeatedBatches`."""
     batches: Iterator[Any]
@@ -83,7 +81,7 @@ class Agreement:
         supply, factors = Supply(batches, example if self.repeats else None, has_ended), deque[float]()
         return Agreed(supply, factors, self._agreed(supply, self._iterations, factors))
 
-    def _agreed(self, supply: Supply, iteration: int, factors: deque[float]) -> Iterator[Any]:
+    def _agreed(self, supply: "Supply", iteration: int, factors: deque[float]) -> Iterator[Any]:
         drawn = supply.draw()
         wait = self._ask(drawn.vote, iteration, 0)
         for step in count():
@@ -118,7 +116,7 @@ class Agreement:
         self._awaited = wait
         return wait
 
-    def _is_taken(self, have: float, vote: int, supply: Supply, step: int) -> bool:
+    def _is_taken(self, have: float, vote: int, supply: "Supply", step: int) -> bool:
         """Whether the ranks take this step, for which `have` of them have a batch of their own."""
         if have == self._votes.size or (have > 0 and self._uneven == "repeat"):
             return True

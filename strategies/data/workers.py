@@ -10,8 +10,6 @@ batches, and ranks with different seeds, whichever worker loads a batch; and a r
 repeats them, although its workers have not loaded the batches before. Costs about 20 us per batch.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -4,8 +4,6 @@ A hook replaces the all-reduce of torch's DistributedDataParallel, bucket by buc
 then sees the hook's gradients, which no longer equal those of one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final

@@ -3,8 +3,6 @@
 DistributedDataParallel is kept beside the user's module, and created again if the set of trained parameters changes.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from itertools import repeat
@@ -46,7 +44,7 @@ class DDPGradientSync(GradientSync):
 
     refuses = GRAPH_OF_GRADIENTS
 
-    def __init__(self, options: DDPStrategy, runtime: Runtime, module: nn.Module) -> None:
+    def __init__(self, options: "DDPStrategy", runtime: "Runtime", module: nn.Module) -> None:
         self.options, self.collective, self.module = options, runtime.collective, module
         self.expects_backward = False
         self.needs_all = not (options.find_unused_parameters or options.static_graph)

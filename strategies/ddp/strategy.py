@@ -5,8 +5,6 @@ around it: the user calls, saves and inspects the original module. Forward witho
 rank 0 may evaluate alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final

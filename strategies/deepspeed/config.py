@@ -5,8 +5,6 @@ DeepSpeed itself accepts a misspelled top-level key and uses the default instead
 does a key for something that the fabric sets. DeepSpeed is not imported here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping

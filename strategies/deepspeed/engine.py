@@ -9,8 +9,6 @@ within `step`.
 every backward, because no rank stores whole gradients.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Models made within `fabric.init_module` at ZeRO stage 3, whose parameters are sharded as soon as they are made."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial

@@ -5,8 +5,6 @@ By default it sets environment variables, logs to stdout, and compiles a C++ ext
 called on a rank, never in the process that the user started.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -12,8 +12,6 @@ Placeholders of one shape share memory, as empty tensors have one address: `nn.R
 weights as they are.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

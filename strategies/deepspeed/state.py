@@ -4,8 +4,6 @@ A checkpoint is written from the shards. Unsharded state is gathered one paramet
 Weights are read from the optimizer, in float32 whatever dtype the model computes in: a resumed run has equal weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy

@@ -6,8 +6,6 @@ would step it anyway; at stage 3 the weights are sharded and are freed with the 
 all ranks must run the same submodules in the same order, as under `fsdp`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext

@@ -10,8 +10,6 @@ at any time, of modules in `fabric.load` and within `fabric.gathered(model, writ
 Every forward all-gathers parameters, so all ranks call it, in evaluations, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

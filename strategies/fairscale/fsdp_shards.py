@@ -11,8 +11,6 @@ it would be that of the shard. An operation that changes each element in place i
 Backward and the steps of prepared optimizers have plain tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, cast, final
@@ -270,7 +268,7 @@ class GradientShard(Tensor):
     plain: Tensor
 
     @staticmethod
-    def __new__(cls, plain: Tensor) -> GradientShard:
+    def __new__(cls, plain: Tensor) -> "GradientShard":
         made: GradientShard = Tensor._make_subclass(cls, plain)
         made.plain = plain
         return made

@@ -25,8 +25,6 @@ the environment are not changed. All-gather and reduce-scatter take lists there:
 FairScale prefers.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial

@@ -3,8 +3,6 @@
 FairScale 0.4.13 is the last release. The private names that are used are checked at its first import.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

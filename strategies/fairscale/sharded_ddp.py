@@ -15,8 +15,6 @@ Note [Traps of FairScale closed here]
 - `OSS.clip_grad_norm` caches which parameters had gradients at its first call: not used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

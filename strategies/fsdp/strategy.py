@@ -6,8 +6,6 @@ Every forward communicates, also in evaluation, so all ranks must run the same s
 order raises, or times out if shapes differ). `state_dict()` returns shards; `fabric.save` writes full tensors.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ every rank, so averaging does not change it; a part that was not synchronised (`
 accumulation is exact, however synchronised and unsynchronised backwards alternate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TypeAlias, cast
@@ -19,7 +17,7 @@ from fabric.strategies.collectives.collective import HOST_DEVICES, Collective
 from fabric.strategies.tensors.dtensor import as_sharded, local_part
 from fabric.strategies.tensors.packing import exchange
 
-Factor: TypeAlias = "float | Tensor"
+Factor: TypeAlias = float | Tensor
 """A number, or a tensor without dimensions, whose value is not copied to the host."""
 
 _SINGLE_BYTES = 4

@@ -4,8 +4,6 @@ They are in no forward, so all strategies that allow them handle them alike: the
 synchronised backward averages their gradients: see `average`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 

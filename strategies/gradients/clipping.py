@@ -6,8 +6,6 @@ by mesh and placements: one norm over this rank's shards of a group, one reducti
 norm of the norms. Scaling and clamping need no communication.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -170,7 +168,7 @@ def _combined(norm: Tensor, norm_type: float, reduce: Callable[[Tensor, Literal[
     return reduce(norm**norm_type, "sum").pow(1 / norm_type)
 
 
-def _over_mesh(norm: Tensor, norm_type: float, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
+def _over_mesh(norm: Tensor, norm_type: float, mesh: "DeviceMesh", placements: "tuple[Placement, ...]") -> Tensor:
     """The norm over the axes along which tensors are sharded; along the others all ranks have equal values."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 

@@ -5,8 +5,6 @@ and completes the synchronisation after a backward. `Prepared` is made from it, 
 none of them asks which technique it is.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

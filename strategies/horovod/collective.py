@@ -11,8 +11,6 @@ Broadcast, all-gather and all-to-all transfer bytes. Horovod reduces float16, fl
 dtypes are cast to one of these that holds all their values. Horovod has no `send` and no `recv`.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Sequence
@@ -169,7 +167,7 @@ class HorovodCollective(CarriesObjects):
     def recv(self, like: Tensor, src: int) -> NoReturn:
         raise CollectiveError(f"`recv` on rank {self.rank}: {OF_ALL_RANKS}", rank=self._world.rank)
 
-    def split(self, ranks: Sequence[int]) -> HorovodCollective | None:
+    def split(self, ranks: Sequence[int]) -> "HorovodCollective | None":
         check_split(ranks, self.size, is_part=self._is_part)
         key = tuple(ranks)
         if key not in self._parts:
@@ -177,11 +175,11 @@ class HorovodCollective(CarriesObjects):
             self._parts[key] = self._part(key)
         return self._parts[key]
 
-    def store(self) -> Store | None:
+    def store(self) -> "Store | None":
         self._joined("store")
         return PrefixStore("messages", self._store) if self._store is not None and self.size > 1 else None
 
-    def _serve(self, store: Store) -> tuple[str, int]:
+    def _serve(self, store: "Store") -> tuple[str, int]:
         """Start Horovod's rendezvous server on rank 0. Returns its address; the others read the port from the store."""
         at = self._world.rendezvous
         host = "127.0.0.1" if at is None or self._world.num_nodes == 1 else at.address
@@ -205,7 +203,7 @@ class HorovodCollective(CarriesObjects):
             timeout_seconds=self._timeout_seconds,
         )
 
-    def _part(self, ranks: tuple[int, ...]) -> HorovodCollective | None:
+    def _part(self, ranks: tuple[int, ...]) -> "HorovodCollective | None":
         """Add a process set. Ranks: all, not only `ranks`: Horovod numbers process sets in order of creation."""
         try:
             with self._place():
@@ -220,7 +218,7 @@ class HorovodCollective(CarriesObjects):
         part._join(self._hvd, process_set, PrefixStore(f"split/{'-'.join(map(str, ranks))}", self._store))
         return part
 
-    def _join(self, hvd: Any, process_set: Any, store: Store) -> None:
+    def _join(self, hvd: Any, process_set: Any, store: "Store") -> None:
         self._hvd, self._process_set, self._store = hvd, process_set, store
         self._watch = Watch(PrefixStore("watch", store), self.rank, self.size, self._timeout_seconds)
 

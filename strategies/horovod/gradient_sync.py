@@ -1,7 +1,5 @@
 """Average the gradients of one model over Horovod's ranks at the end of each synchronised backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, final

@@ -5,8 +5,6 @@ optimizer stays unwrapped: clipping after backward, or a closure, reads averaged
 used has no gradient, as in one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final

@@ -4,8 +4,6 @@ A rank that has waited a while writes its call into the store. So a rank that ti
 ranks that call different operations, which Horovod never matches, can raise an error.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, final
@@ -29,7 +27,7 @@ OPERATIONS = ("barrier", "broadcast", "all_reduce", "all_gather", "reduce_scatte
 class Watch:
     """Waits for calls of rank `rank` of `size`. `store`: used by these ranks only."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(self, store: "Store", rank: int, size: int, timeout_seconds: float) -> None:
         self._store, self._rank, self._size, self._timeout_seconds = store, rank, size, timeout_seconds
 
     def wait(self, is_done: Callable[[], bool], operation: str, tensor: Tensor, number: int) -> None:

@@ -6,8 +6,6 @@ by their number, each contribution once. So a tensor hook divides each new gradi
 average (see Note [Averages of averages]), a division must not be repeated within an accumulation window.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
 class ManualGradientSync(GradientSync):
     """Synchronises one model. `data_axes`: the axes of the mesh along which ranks read different samples."""
 
-    def __init__(self, context: ManualContext, parallel: Parallelized, data_axes: Sequence[str]) -> None:
+    def __init__(self, context: "ManualContext", parallel: "Parallelized", data_axes: Sequence[str]) -> None:
         self.context, self.parallel = context, parallel
         self.data_axes = [axis for axis in data_axes if degree(context.mesh, axis) > 1]
         self.replicas = [part for part in parallel.module.modules() if isinstance(part, DistributedDataParallel)]

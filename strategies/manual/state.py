@@ -4,8 +4,6 @@ A DTensor knows its placements, and is gathered. A plain tensor can only be save
 compare theirs before they save.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, final

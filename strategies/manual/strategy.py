@@ -7,8 +7,6 @@ DTensor is treated by its placements, a plain tensor as a replica; if it differs
 raise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -55,7 +53,7 @@ class ManualContext:
     """The device of this rank's tensors. Only `shard` moves tensors to it; the function moves the rest."""
     collective: Collective
     """The collective of all ranks."""
-    mesh: DeviceMesh
+    mesh: "DeviceMesh"
     """The mesh of all ranks, with the axes of `ManualStrategy(mesh=...)`, for `fully_shard` and DTensors."""
     precision: Precision
     """The precision of `Fabric(precision=...)`."""

@@ -12,8 +12,6 @@ The mesh is that of `parallelize_fn(model, mesh)`, which may store it on the mod
 rank's positions, since all ranks have equally many; gradients are averaged along the axis as along the data axes.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def context_slice(tensor: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
+def context_slice(tensor: Tensor, mesh: "DeviceMesh", dim: int = 1) -> Tensor:
     """This rank's positions, of all positions along `dim`: `(..., S, ...)` -> `(..., S / C, ...)`.
 
     `mesh`: `mesh["context"]`, of C ranks. Rank r has the positions from `r * S / C`. No communication; differentiable.
@@ -43,7 +41,7 @@ def context_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mesh: DeviceMesh,
+    mesh: "DeviceMesh",
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -67,7 +65,7 @@ def context_attention(
     )
 
 
-def _of_all(part: Tensor, mesh: DeviceMesh) -> Tensor:
+def _of_all(part: Tensor, mesh: "DeviceMesh") -> Tensor:
     """All-gather the positions of all ranks, in order. Backward reduce-scatters their gradients."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 

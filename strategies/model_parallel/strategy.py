@@ -12,8 +12,6 @@ distributed along the data axes alone, and an optimizer that was made before `se
     Fabric(devices=8, strategy=ModelParallelStrategy(parallelize_fn=parallelize, data=2, shard=2, tensor=2))
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -81,7 +79,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
     """
 
     initializes_meta: ClassVar[bool] = True
-    parallelize_fn: Parallelize | None = None
+    parallelize_fn: "Parallelize | None" = None
     data: Degree = 1
     shard: Degree = 1
     context: Degree = 1

@@ -6,8 +6,6 @@ autocast state and the buffers of the first forward, and changes no buffer again
 once; side effects of its forward on other Python objects happen twice.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -69,7 +67,7 @@ class _Recomputed:
         contexts = functools.partial(_contexts, self._part)
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    def of(self, part: nn.Module) -> _Recomputed:
+    def of(self, part: nn.Module) -> "_Recomputed":
         """The same for `part`, a copy of the submodule."""
         function = getattr(self._function, "__func__", None)
         return self if part is self._part or function is None else _Recomputed(part, function.__get__(part))

@@ -5,8 +5,6 @@ process group, which cannot be copied. So hooks that strategies register on a us
 nothing in a copy, and `torch.compile` skips them: compiled for each submodule, they would exceed its recompile limit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -6,8 +6,6 @@ once, and copies and pickles of a prepared module are plain modules. A module th
 (`clone.__dict__ = module.__dict__.copy()`) has this `forward`, too, and runs the prepared module.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import suppress

@@ -21,8 +21,6 @@ loop (`mask.any()`, `item()`) are those of the full tensor. All other operations
 shards, or `DTensor` raises.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext

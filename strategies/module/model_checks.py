@@ -2,8 +2,6 @@
 same one. Each raises an error that says what to write instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ dictionaries and dataclasses only: they find no tensor in a policy's `Categorica
 attributes of objects are searched, too. The tensors that a function or a generator holds cannot be found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import is_dataclass

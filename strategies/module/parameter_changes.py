@@ -5,8 +5,6 @@ forward compares the dicts of all modules with their contents at setup, in loops
 parameters. torch's `register_module_parameter_registration_hook` would be global instead.
 """
 
-from __future__ import annotations
-
 from itertools import chain
 from operator import is_
 from typing import Any, final
@@ -50,7 +48,7 @@ class ParameterSnapshot:
         """The parameters that require gradients now."""
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
-    def new_since(self, before: ParameterSnapshot | None) -> list[Tensor]:
+    def new_since(self, before: "ParameterSnapshot | None") -> list[Tensor]:
         """The parameters, and the buffers of modules, that are not in `before`; None: all.
 
         New buffers of modules that are in `before` are left out: a forward may have assigned them on this rank alone.

@@ -1,8 +1,6 @@
 """The submodules that an option applies to: the model's blocks, submodules of some classes, or those that a function
 chooses."""
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable

@@ -8,8 +8,6 @@ sums of shards as late as it can, and does not for `item()`, `float` and `if`, w
 shard: `lr * float(norm)` would be another number on each rank, and nothing would raise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeAlias, final
@@ -24,7 +22,7 @@ from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.undo import undo_all
 
-_Options: TypeAlias = "list[tuple[dict[str, Any], dict[str, Any]]]"
+_Options: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def step_mixed_groups(optimizers: Iterable[Optimizer]) -> Callable[[], None]:

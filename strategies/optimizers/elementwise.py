@@ -6,8 +6,6 @@ would then compute another update, and nothing would raise. So an optimizer that
 it has an attribute `updates_each`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 

@@ -11,8 +11,6 @@ back. A message has a slice for each rank, as long as the largest. During a step
 gradients whole.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -35,7 +33,7 @@ from fabric.strategies.undo import undo_all
 ROUND_BYTES = 2**25
 """Parameters are moved in rounds, of this size on each rank, which bounds the memory of the messages."""
 _ALIGNED_BYTES = 16
-_Part: TypeAlias = "tuple[Tensor, Chunk, bool]"
+_Part: TypeAlias = tuple[Tensor, Chunk, bool]
 """A parameter, a chunk of it, and whether its gradient is meant."""
 
 
@@ -221,7 +219,7 @@ class _OwnedSteps:
                 self._rounds.append(self._messages(moved[start:stop]))
                 start, num_bytes = stop, 0
 
-    def _messages(self, parameters: Sequence[Tensor]) -> tuple[_Message, _Message]:
+    def _messages(self, parameters: Sequence[Tensor]) -> "tuple[_Message, _Message]":
         """To the owners, and back."""
         there, back = _Message(self._collective), _Message(self._collective)
         for parameter in parameters:

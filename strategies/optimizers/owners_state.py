@@ -3,8 +3,6 @@
 Rank 0 gathers for `state_dict`; to be saved, nothing is gathered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, final
 

@@ -4,8 +4,6 @@ Sharding creates new parameter objects. Old and new are matched by their names i
 their options, tied weights stay tied, existing optimizer state is kept, and so is the optimizer object.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 

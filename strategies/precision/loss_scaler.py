@@ -7,8 +7,6 @@ earlier backward all give the numbers of a run without scaling (scales are power
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; growth and backoff as in torch.amp.GradScaler.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final

@@ -9,8 +9,6 @@ float32. Under a `-true` precision tensors created in forward have its dtype too
 complex, and outputs are not cast.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -53,7 +51,7 @@ class Precision:
         return self.param_dtype != self.compute_dtype
 
     @classmethod
-    def parse(cls, word: PrecisionInput | Precision) -> Precision:
+    def parse(cls, word: "PrecisionInput | Precision") -> "Precision":
         """Parse a precision's name, long or short; a `Precision` is returned itself.
 
         Raises: ValueError: the name is unknown.

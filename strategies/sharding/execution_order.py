@@ -5,8 +5,6 @@ experts that each rank chooses by itself, each would compute with shards of the 
 added to the wrong weights, without an error.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

@@ -7,8 +7,6 @@ second forward uses the weights from before a step, and what is written to a cop
 avoids this, at the cost of one more all-gather in each backward, of the parameters that the root alone holds.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, final
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+def fsdp_modules(module: nn.Module) -> "list[FSDPModule]":
     """The submodules that `fully_shard` was called on."""
     if all(as_sharded(parameter) is None for parameter in module.parameters()):
         return []  # and torch's FSDP need not be imported

@@ -13,8 +13,6 @@ parameters raise). A parameter that no rank used gets None again, as in plain Py
 if its gradient is zero. Only a rank that did not use one waits for the other ranks' answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -53,7 +51,7 @@ class ShardedGradientSync(GradientSync):
         runtime: Runtime,
         module: nn.Module,
         uninitialized: UninitializedTensors,
-        averaging: MeshAveraging | None = None,
+        averaging: "MeshAveraging | None" = None,
         *,
         broadcast_buffers: bool,
     ) -> None:
@@ -141,7 +139,7 @@ class UnreducedGradients:
     Cost: a byte for each parameter, sent in each backward that gives shards their first gradients.
     """
 
-    def __init__(self, runtime: Runtime, module: nn.Module, units: Sequence[FSDPModule]) -> None:
+    def __init__(self, runtime: Runtime, module: nn.Module, units: "Sequence[FSDPModule]") -> None:
         if units:
             require_fully_shard()
         self._runtime, self._module = runtime, module
@@ -243,7 +241,7 @@ class UnreducedGradients:
                     shard.grad = None
 
 
-def _groups(unit: FSDPModule) -> list[Any]:
+def _groups(unit: "FSDPModule") -> list[Any]:
     """The parameter groups of a unit: one up to torch 2.12, several from then on."""
     state = cast(Any, unit)._get_fsdp_state()
     found = vars(state).get("_fsdp_param_groups")

@@ -1,7 +1,5 @@
 """The state of sharded modules and optimizers: read whole or in shards, and loaded in the present layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import cache
@@ -154,7 +152,7 @@ def _on_cpu(leaf: Any) -> Any:
     return unflattened(leaf, lambda tensor: tensor.detach().to("cpu")) if _is_whole(leaf) else leaf
 
 
-def tensor_shards(value: Any, holders: Callable[[DeviceMesh, tuple[Placement, ...]], tuple[int, ...]]) -> Any:
+def tensor_shards(value: Any, holders: "Callable[[DeviceMesh, tuple[Placement, ...]], tuple[int, ...]]") -> Any:
     """A DTensor as `TensorShards`; other values unchanged. `holders`: `_holders`, cached."""
     sharded = as_sharded(value)
     if sharded is None:
@@ -169,7 +167,7 @@ def tensor_shards(value: Any, holders: Callable[[DeviceMesh, tuple[Placement, ..
     )
 
 
-def _holders(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+def _holders(mesh: "DeviceMesh", placements: "tuple[Placement, ...]") -> tuple[int, ...]:
     """The ranks that hold the same chunk as this one. `DeviceMesh.mesh` costs as much as copying 1 MB."""
     here = mesh.get_coordinate()
     assert here is not None

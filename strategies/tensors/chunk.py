@@ -1,7 +1,5 @@
 """Rectangular chunks of a tensor: how a checkpoint describes shards, whichever strategy made them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,14 +21,14 @@ class Chunk:
         """The number of elements."""
         return math.prod(self.shape)
 
-    def intersection(self, other: Chunk) -> Chunk | None:
+    def intersection(self, other: "Chunk") -> "Chunk | None":
         """The elements that both contain; None if there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = map(min, _stops(self), _stops(other))
         shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Chunk(starts, shape) if all(length > 0 for length in shape) else None
 
-    def slices_in(self, outer: Chunk) -> tuple[slice, ...]:
+    def slices_in(self, outer: "Chunk") -> tuple[slice, ...]:
         """Index of this chunk in a tensor that holds the elements of `outer`."""
         return tuple(
             slice(start - origin, start - origin + length)

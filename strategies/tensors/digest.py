@@ -1,7 +1,5 @@
 """Digests of tensors: whether two hold the same bits, here and there or now and later, without keeping either."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 torch's DTensor is imported only when a tensor has a class of its own, so runs without shards do not pay for the import.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 _FSDP = "torch.distributed.fsdp"
 
 
-def as_sharded(tensor: Any) -> DTensor | None:
+def as_sharded(tensor: Any) -> "DTensor | None":
     """The tensor if it is a DTensor; None if it is plain."""
     if not isinstance(tensor, Tensor) or type(tensor) is Tensor or type(tensor) is nn.Parameter:
         return None
@@ -55,7 +53,7 @@ def whole(tensor: Tensor) -> Tensor:
     return full_tensor(cast("DTensor", on_mesh(sharded.detach(), sharded.device_mesh)))
 
 
-def on_mesh(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+def on_mesh(tensor: Tensor, mesh: "DeviceMesh") -> Tensor:
     """The tensor on the mesh's kind of device, or itself if it is there: a thread has another current device."""
     return tensor if tensor.device.type == mesh.device_type else tensor.to(mesh.device_type)
 
@@ -75,7 +73,7 @@ def gathered_weight(parameter: Tensor) -> Tensor:
     return copy
 
 
-def full_tensor(sharded: DTensor, *, sums_gradients: bool = False) -> Tensor:
+def full_tensor(sharded: "DTensor", *, sums_gradients: bool = False) -> Tensor:
     """`full_tensor()`, one axis of the mesh at a time: for all at once torch logs a warning on every rank (2.13).
 
     `sums_gradients`: over the ranks of the mesh; otherwise each rank's shard gets its part of this rank's gradient.
@@ -92,7 +90,7 @@ def full_tensor(sharded: DTensor, *, sums_gradients: bool = False) -> Tensor:
     return together
 
 
-def own_part(copy: Tensor, sharded: DTensor) -> Tensor:
+def own_part(copy: Tensor, sharded: "DTensor") -> Tensor:
     """The part of a gathered copy that this rank holds as its shard. Shares the copy's memory. `copy`: plain, or
     sharded over the mesh's other axes."""
     chunk, within = local_chunk(sharded), as_sharded(copy)
@@ -113,7 +111,7 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     return made.to(like.device).clone()  # a copy: a view would keep the whole alive
 
 
-def local_chunk(sharded: DTensor) -> Chunk:
+def local_chunk(sharded: "DTensor") -> Chunk:
     """The chunk of the tensor that this rank holds."""
     mesh, placements = sharded.device_mesh, sharded.placements
     here = mesh.get_coordinate()

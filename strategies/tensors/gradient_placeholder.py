@@ -5,8 +5,6 @@
 raises, where None would be skipped silently.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, final
 
@@ -24,7 +22,7 @@ class GradientPlaceholder(Tensor):
     why: str
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, why: str) -> GradientPlaceholder:
+    def __new__(cls, parameter: Tensor, why: str) -> "GradientPlaceholder":
         """A placeholder with the shape, dtype and device of the parameter. `why`: the end of the error's sentence."""
         made: GradientPlaceholder = Tensor._make_wrapper_subclass(
             cls, parameter.size(), dtype=parameter.dtype, device=parameter.device

@@ -4,8 +4,6 @@ Written here because torch's traversal (`torch.utils._pytree`) is private, knows
 are registered, and rebuilds every container. Knows no device and no dtype.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -26,7 +24,7 @@ class NamedFields(Protocol):
     _fields: tuple[str, ...]
 
 
-Container: TypeAlias = "tuple[Literal['key', 'index', 'field'], Sequence[Any], list[Any], Callable[[list[Any]], Any]]"
+Container: TypeAlias = tuple[Literal["key", "index", "field"], Sequence[Any], list[Any], Callable[[list[Any]], Any]]
 """The kind of names, the names, the members, and a function that makes such a container of other members."""
 
 

@@ -4,8 +4,6 @@ Only reductions need a dtype. All other data is sent as bytes, so that a backend
 complex.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -59,7 +57,7 @@ class Spec:
     device_type: str
 
     @staticmethod
-    def of(tensor: Tensor) -> Spec:
+    def of(tensor: Tensor) -> "Spec":
         """The spec of a tensor."""
         return Spec(tensor.dtype, tuple(tensor.shape), tensor.device.type)
 

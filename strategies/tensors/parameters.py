@@ -1,7 +1,5 @@
 """The parameters of optimizers and of the parts of a model, and their names in messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn

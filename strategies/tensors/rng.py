@@ -1,7 +1,5 @@
 """The interface of a random generator, of Python, NumPy, torch or a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ states in its first step, so that a checkpoint says how they are put together as
 (`torch.serialization.add_safe_globals`, which libraries call when they are imported), and by no other code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, final, runtime_checkable

@@ -5,8 +5,6 @@ the collective from its graph, while the others wait for it in theirs. Tensors o
 back. There is no `send`, no `recv` and no subgroup (`split`): all replicas execute the same graph.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn, final
@@ -123,13 +121,13 @@ class XLACollective(CarriesObjects):
     def recv(self, like: Tensor, src: int) -> NoReturn:
         raise CollectiveError(f"`recv` on rank {self.rank}: {OF_ALL_REPLICAS}", rank=self.rank)
 
-    def split(self, ranks: Sequence[int]) -> XLACollective:
+    def split(self, ranks: Sequence[int]) -> "XLACollective":
         check_split(ranks, self.size, is_part=False)
         if len(ranks) == self.size:
             return self
         raise CollectiveError(f"`split` on rank {self.rank}: {OF_ALL_REPLICAS}", rank=self.rank)
 
-    def store(self) -> Store:
+    def store(self) -> "Store":
         return self._joined("store")
 
     def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -181,7 +179,7 @@ class XLACollective(CarriesObjects):
                 rank=self.rank,
             ) from error
 
-    def _joined(self, operation: str) -> Store:
+    def _joined(self, operation: str) -> "Store":
         if self._store is None:
             raise CollectiveError(
                 f"`{operation}` on rank {self.rank} of {self.size}, which has not met the other ranks: call `setup()` "

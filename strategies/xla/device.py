@@ -4,8 +4,6 @@ XLA records operations and runs them when a step is marked (`torch_xla.sync`). S
 step and before each batch of a loader, so the loop is that of any other device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 

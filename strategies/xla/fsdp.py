@@ -7,8 +7,6 @@ The shardings are those of torch_xla's FSDPv2, without its wrapper, which would 
 sharding that the user has marked before `setup` stays, along the axes of any mesh of all devices: tensor parallelism.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final

@@ -1,7 +1,5 @@
 """Average the gradients of one model over XLA's replicas after each synchronised backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from operator import is_not
 from typing import Any, final

@@ -5,8 +5,6 @@ forward with backward, the averages, the optimizer. In one graph the averages co
 that alone reads a loss would then run another graph than the others, and collectives match only in equal graphs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final

@@ -1,7 +1,5 @@
 """One process, one XLA device: the plain loop, with steps marked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import final

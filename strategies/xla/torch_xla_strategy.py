@@ -1,7 +1,5 @@
 """What the strategies over XLA share: they need torch_xla, mark steps, and train parameters of modules only."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final

@@ -3,8 +3,6 @@
 A precision is passed as `Fabric(precision=...)` or `Fabric(plugins=...)`, and is `fabric.strategy.precision`.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any, final
 

@@ -1,7 +1,5 @@
 """Cluster environments. They are detected automatically; passing one requires it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fabric.launchers.environments.environment import Environment

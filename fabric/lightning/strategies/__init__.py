@@ -1,7 +1,5 @@
 """Strategies with Lightning Fabric's names and arguments; `strategy.core(num_nodes)` is the core's."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`DeepSpeedStrategy`: arguments that make up DeepSpeed's config, whose keys the core checks."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

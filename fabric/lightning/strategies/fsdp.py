@@ -1,7 +1,5 @@
 """`FSDPStrategy`: the arguments of torch's FSDP1, implemented by FSDP2."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`ModelParallelStrategy`, with that library's axes: `mesh["data_parallel"]` and `mesh["tensor_parallel"]`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +23,7 @@ class ModelParallelStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        parallelize_fn: Callable[[Any, DeviceMesh], Any],
+        parallelize_fn: "Callable[[Any, DeviceMesh], Any]",
         data_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int | Literal["auto"] = "auto",
         save_distributed_checkpoint: bool | None = None,
@@ -49,7 +47,7 @@ class ModelParallelStrategy(ParallelStrategy):
         return core_strategies.ModelParallelStrategy(shard=data, tensor=tensor, **self._options)
 
     @property
-    def device_mesh(self) -> DeviceMesh | None:
+    def device_mesh(self) -> "DeviceMesh | None":
         """The ranks along `data_parallel` and `tensor_parallel`."""
         mesh = self._within.device_mesh
         has_core_axes = "_sizes" not in vars(self)  # made by the core's name, whose function uses the core's axes
@@ -61,13 +59,13 @@ class ModelParallelStrategy(ParallelStrategy):
 class _WithNames:
     """Calls the user's function with that library's names of the axes."""
 
-    function: Callable[[Any, DeviceMesh], Any]
+    function: "Callable[[Any, DeviceMesh], Any]"
 
-    def __call__(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+    def __call__(self, model: nn.Module, mesh: "DeviceMesh") -> Any:
         return self.function(model, with_names(mesh))
 
 
-def with_names(mesh: DeviceMesh) -> DeviceMesh:
+def with_names(mesh: "DeviceMesh") -> "DeviceMesh":
     """The mesh of two axes over the process groups of the core's mesh. No communication."""
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -4,8 +4,6 @@ A strategy has one of the core, complete after its constructor. `fabric.strategy
 so that it has `root_device` and the like; on a strategy without a fabric these raise.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Mapping
 from datetime import timedelta
@@ -31,7 +29,7 @@ class Strategy:
     """How a model is distributed over devices."""
 
     _core: CoreStrategy
-    _fabric: CoreFabric | None = None
+    _fabric: "CoreFabric | None" = None
     saves_shards = False
     """Whether `fabric.save` writes a folder with the shards of each rank, not one file."""
 
@@ -46,7 +44,7 @@ class Strategy:
         made._core = core
         return made
 
-    def within(self: S, fabric: CoreFabric) -> S:
+    def within(self: S, fabric: "CoreFabric") -> S:
         """A copy that is bound to a fabric."""
         bound = copy.copy(self)
         bound._core, bound._fabric = fabric.strategy, fabric
@@ -93,7 +91,7 @@ class Strategy:
         return self._within.is_global_zero
 
     @property
-    def device_mesh(self) -> DeviceMesh | None:
+    def device_mesh(self) -> "DeviceMesh | None":
         """The device mesh; None if the strategy has none."""
         return self._within.device_mesh
 
@@ -110,7 +108,7 @@ class Strategy:
         return self._within.collective.reduce_boolean_decision(decision, require_all=all)
 
     @property
-    def _within(self) -> CoreFabric:
+    def _within(self) -> "CoreFabric":
         if self._fabric is None:
             raise RuntimeError(
                 f"This `{type(self).__name__}` was not passed to a `Fabric`, so it has no rank and no device. Use "

@@ -1,7 +1,5 @@
 """The parts of Lightning Fabric's `utilities` that programs import."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 The rank is read when a function is called: before `launch` it is that of the environment, as in that library.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

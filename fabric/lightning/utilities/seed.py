@@ -1,7 +1,5 @@
 """`seed_everything` without a seed, and with `verbose`."""
 
-from __future__ import annotations
-
 import fabric.loop.seed
 from fabric.lightning.utilities.rank_zero import rank_zero_info
 

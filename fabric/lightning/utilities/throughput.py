@@ -1,7 +1,5 @@
 """Throughput over a window of the latest updates, and the floating-point operations of a step."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,7 +97,7 @@ class Throughput:
 class ThroughputMonitor(Throughput):
     """`Throughput` that knows the number of ranks, and logs. Without `available_flops=` there is no `device/mfu`."""
 
-    def __init__(self, fabric: Fabric, **kwargs: Any) -> None:
+    def __init__(self, fabric: "Fabric", **kwargs: Any) -> None:
         super().__init__(world_size=fabric.world_size, **kwargs)
         self._fabric = fabric
         self.step = -1

@@ -1,7 +1,5 @@
 """Types that programs import, and reductions."""
 
-from __future__ import annotations
-
 import os
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 

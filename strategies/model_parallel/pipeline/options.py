@@ -5,8 +5,6 @@ micro-batches (Huang et al., GPipe, NeurIPS 2019; Narayanan et al., SC 2021). `t
 schedule. The options are checked here, when they are constructed, without calling torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final

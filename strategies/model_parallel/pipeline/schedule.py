@@ -11,8 +11,6 @@ sum with other losses. Gradients that were in `.grad` before are removed meanwhi
 scale them.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

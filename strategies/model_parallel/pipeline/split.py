@@ -6,8 +6,6 @@ with its hooks. Modules that are split, and the root, are copied at setup. Copie
 attributes that are set on the user's model later do not reach the stages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final

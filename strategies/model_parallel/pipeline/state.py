@@ -4,8 +4,6 @@ Within a stage another `StateAccess` (`ShardedState`) gathers shards. Names are 
 parameters have the indices that they had before `setup`, in the unsplit model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
