@@ -184,7 +184,7 @@ $(RUN)/slurm.done: $(RUN)/torch.done
 
 $(RUN)/browser.done: $(RUN)/torch.done
 	$(ALONE) apt-get -qq update
-	$(ALONE) apt-get -qq install --no-install-recommends chromium-headless-shell
+	$(ALONE) apt-get -qq install --no-install-recommends chromium-headless-shell fonts-dejavu-core
 	touch $@
 
 # For the torch of constraints.txt: another one needs another wheel.

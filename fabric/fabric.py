@@ -21,10 +21,9 @@ from torch.optim import Optimizer
 from fabric.checks.nonfinite import GradientGuard, OnNonfinite
 from fabric.checks.sanitizer import Sanitize
 from fabric.configure import arguments
-from fabric.configure.machine import Machine
+from fabric.configure.explain import configure
 from fabric.configure.options import DEFAULT_REPORT_AFTER_SECONDS
 from fabric.configure.request import Request
-from fabric.configure.resolve import resolve
 from fabric.launchers.world import World
 from fabric.loop.accumulation import Window
 from fabric.loop.backward import NO_MODEL
@@ -118,7 +117,7 @@ class Fabric:
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
         self._request = request = Request.build(given, os.environ)
-        self._configuration = resolve(request, Machine.look(os.environ, request))
+        self._configuration = configure(request, os.environ)
         self._callbacks, self._loggers = request.callbacks, list(request.loggers)
         for one in self._loggers:
             metric_writer(one)  # raises if it has no method that takes metrics

@@ -1,5 +1,6 @@
 """The command line: `fabric run` starts a script with options for its `Fabric(...)`, `fabric doctor` reports what this
-machine can run, `fabric consolidate` exports a checkpoint, `fabric verify` compares a script with one process.
+machine can run, `fabric consolidate` exports a checkpoint, `fabric verify` compares a script with one process, and
+`fabric explain` shows every setting.
 
 Each command imports what it needs when it runs, so that `--help` starts without torch.
 """
@@ -34,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     _add_verify(
         commands.add_parser("verify", allow_abbrev=False, help="compare a script's numbers with those of one process")
     )
+    _add_explain(commands.add_parser("explain", allow_abbrev=False, help="show every setting, and where it comes from"))
     doctor = commands.add_parser("doctor", help="show what this machine can run, and why not the rest")
     doctor.add_argument("--json", action="store_true", help="as JSON, for programs")
     doctor.add_argument("--strategies", action="store_true", help="what each strategy can and cannot do")
@@ -80,6 +82,15 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     _add_options(command)
 
 
+def _add_explain(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Show every setting of the first `Fabric(...)` of SCRIPT, its value, and where it comes from. SCRIPT runs "
+        "until then, and starts no ranks. Without SCRIPT: the settings of `Fabric()` here, with these options."
+    )
+    command.add_argument("--json", action="store_true", help="as JSON, for programs")
+    _add_options(command, needs_script=False)
+
+
 def _add_verify(command: argparse.ArgumentParser) -> None:
     command.description = (
         "Run SCRIPT as `fabric run` does, and again in one process over the same global batches, and compare gradients "
@@ -94,7 +105,7 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
     _add_options(command)
 
 
-def _add_options(command: argparse.ArgumentParser) -> None:
+def _add_options(command: argparse.ArgumentParser, *, needs_script: bool = True) -> None:
     """The options for the script's `Fabric(...)`, the script, and its own arguments."""
     for option, metavar, help_text in (
         ("accelerator", "NAME", "auto, cpu, cuda, mps, ..."),
@@ -123,5 +134,6 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         "--prefix-output", action="store_const", const=True, help="show the rank before each line that it prints"
     )
     command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in `python -m`")
-    command.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
+    nargs = None if needs_script else "?"
+    command.add_argument("script", metavar="SCRIPT", nargs=nargs, help="the script, or with -m the module")
     command.add_argument("script_arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments")

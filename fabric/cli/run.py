@@ -8,17 +8,23 @@ script's own. Names of strategies and accelerators are not checked here: the scr
 import argparse
 import os
 import sys
+from collections.abc import Mapping
+from typing import NoReturn
 
 from fabric.configure.options import OPTIONS
 from fabric.configure.run_options import as_variable, program_of
 
 
-def run(parsed: argparse.Namespace) -> int:
+def run(parsed: argparse.Namespace) -> NoReturn:
     """Replace this process by the script. Does not return if it succeeds.
 
     Raises: ValueError, TypeError: an option has a wrong value, or there is no such script.
     """
-    options = options_of(parsed)
+    start(parsed, options_of(parsed))
+
+
+def start(parsed: argparse.Namespace, options: Mapping[str, str | bool]) -> NoReturn:
+    """Replace this process by the script, with these options. Raises: ValueError: there is no such script."""
     program = program_of(parsed.script, parsed.script_arguments, is_module=parsed.module)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -7,7 +7,7 @@ give different values, because neither may override the other silently.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from fabric.checks.check import Check
@@ -58,6 +58,10 @@ class Request:
     """The user's own, from `plugins`."""
     callbacks: tuple[Any, ...] = ()
     loggers: tuple[Any, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Where each field that is not at its default comes from: "argument" or "command line"."""
+    explain: str | bool | None = None
+    """"table" or "json": under `fabric explain` the program shows its settings, and ends."""
 
     @classmethod
     def build(cls, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> "Request":
@@ -68,7 +72,7 @@ class Request:
         """
         written = {name: _READ[name](value, f"{name}={value!r}") for name, value in arguments.items() if name in _READ}
         options = options_in(environ)
-        record = options.pop("record", None)
+        record, explain = options.pop("record", None), options.pop("explain", None)
         typed = {name: _READ[name](value, f"{_option(name)} {value}") for name, value in options.items()}
         if record is not None:  # the command line says what is compared
             written = {name: value for name, value in written.items() if name not in typed}
@@ -92,6 +96,11 @@ class Request:
                 )
             written["precision"] = precision
         merged = _merge(written, typed)
+        default = {field.name: field.default for field in fields(cls)}
+        sources = {
+            name: "argument" for name, value in {**arguments, **written}.items() if value != default.get(name, ())
+        }
+        sources.update({name: "command line" for name, word in typed.items() if word != "auto"})
         checks = [plugin for plugin in plugins if isinstance(plugin, Check)]
         if record is not None:  # the run is recorded, for `fabric verify`
             from fabric.checks.verify_record import Recording
@@ -104,6 +113,8 @@ class Request:
             checks=tuple(checks),
             callbacks=_several(arguments.get("callbacks")),
             loggers=_several(arguments.get("loggers")),
+            sources=sources,
+            explain=explain,
         )
 
     def asks_for_one(self, world: World) -> bool:

@@ -12,6 +12,7 @@ A pure function of two values (and of the tables of names), so that every rule i
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fabric.configure.conflicts import (
     CONFLICTS,
@@ -35,6 +36,14 @@ from fabric.strategies.registry import make_strategy
 from fabric.strategies.strategy import Strategy
 
 
+class Setting(NamedTuple):
+    """One setting of a run, its value in words, and where that came from (`explain`)."""
+
+    name: str
+    value: str
+    source: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
     """Everything that `launch` and `connect` need. Picklable."""
@@ -52,6 +61,8 @@ class Resolved:
     """The existing world; None if our launcher makes it."""
     topology: Topology
     """The number of processes and nodes."""
+    settings: tuple[Setting, ...] = ()
+    """Every setting, with its source. Added by `configure`."""
 
 
 def resolve(request: Request, machine: Machine) -> Resolved:
