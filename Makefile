@@ -10,6 +10,7 @@ XLA     := .venv/xla
 DEVICE  := .venv/device
 GPU     := .venv/gpu
 CLIENTS := .venv/clients
+DOCS    := .venv/docs
 WHEELS := .venv/wheels
 SAYS := pyproject.toml constraints.txt Makefile
 
@@ -31,7 +32,7 @@ AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo environment slurm browser device test test-thorough test-kernels test-examples test-browser test-clients test-clusters test-device test-device-thorough test-today test-on-device test-on-device-thorough test-on-today test-gpu test-horovod test-xla lint check bench numbers optimizers clean
+.PHONY: demo docs environment slurm browser device test test-thorough test-kernels docs test-examples test-browser test-clients test-clusters test-device test-device-thorough test-today test-on-device test-on-device-thorough test-on-today test-gpu test-horovod test-xla lint check bench numbers optimizers clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -66,7 +67,7 @@ test-kernels: environment  ## What steps optimizers, with foreach as their defau
 test-examples: environment  ## The programs of examples/
 	$(RUN)/bin/python -m pytest tests/test_examples.py $(PYTEST_ARGS)
 
-test-browser: environment browser  ## Pages, seen by a real browser without a network; pictures in .pytest_cache/pictures
+test-browser: environment browser docs  ## Pages, seen by a real browser without a network; pictures in .pytest_cache/pictures
 	timeout 600 $(RUN)/bin/python -m pytest tests/browser $(PYTEST_ARGS)
 
 # Programs of other people, with models of a few thousand random weights: nothing is downloaded.
@@ -128,7 +129,7 @@ test-on-today: $(DEVICE)/test.done
 test-gpu: $(GPU)/test.done  ## On a machine with a GPU, in five minutes: what to add to docs/measurements/hardware.md
 	timeout 300 $(GPU)/bin/python tests/device/hardware.py
 
-others: test-examples test-browser test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root
+others: docs test-examples test-browser test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root
 
 check: test-thorough test-today test-kernels test-device test-device-thorough others  ## All of these; --jobs 2 runs two of them at a time
 
@@ -137,6 +138,10 @@ bench: $(RUN)/bench.done device  ## Ratios against raw PyTorch, and against othe
 
 numbers: environment  ## The suite over every strategy; writes the table of docs/explanation/numbers.md
 	PYTHONPATH=tests/conformance $(RUN)/bin/python tests/conformance/measured.py
+
+# Nothing is fetched: neither here, nor by who reads the pages. A warning is an error, also one about a link within them.
+docs: $(DOCS)/docs.done  ## The site: build/site/index.html, which a browser opens as a file; its search works there too
+	$(DOCS)/bin/sphinx-build --quiet --fail-on-warning --keep-going --doctree-dir build/doctrees docs build/site
 
 optimizers: environment  ## Each optimizer under every strategy; writes the table of docs/how-to/optimizers.md
 	$(RUN)/bin/python tests/conformance/optimizers.py
@@ -157,7 +162,7 @@ $(RUN)/torch.done $(HOROVOD)/torch.done: %/torch.done: constraints.txt
 
 # No command of torch's is needed here: its 0.7 GB are unpacked, and compiled, in the other environment.
 PARTS := torch torchgen functorch torch-*.dist-info
-$(LINT)/torch.done $(CLIENTS)/torch.done: %/torch.done: $(RUN)/torch.done
+$(LINT)/torch.done $(CLIENTS)/torch.done $(DOCS)/torch.done: %/torch.done: $(RUN)/torch.done
 	$(PYTHON) -m venv --clear $*
 	ln --symbolic $(PARTS:%=$(abspath $(RUN))/lib/python*/site-packages/%) $*/lib/python*/site-packages
 	$*/bin/python $(PIP_INSTALL) torch  # what it needs
@@ -226,6 +231,12 @@ $(RUN)/bench.done: $(RUN)/test.done
 $(LINT)/lint.done: $(LINT)/torch.done $(SAYS)
 	$(ALONE) $(LINT)/bin/python $(PIP_INSTALL) '.[examples,loggers,safetensors]' 'mypy>=1.15' 'pyright[nodejs]>=1.1.390' \
 	    'pytest>=8' 'pytest-timeout>=2.3' 'ruff>=0.9'
+	touch $@
+
+# The stack of PyTorch's own documentation. The reference is read from the package, so that it is imported here.
+$(DOCS)/docs.done: $(DOCS)/torch.done $(SAYS)
+	$(ALONE) $(DOCS)/bin/python $(PIP_INSTALL) --no-build-isolation --editable . numpy 'myst-parser>=5' 'pydata-sphinx-theme>=0.17' \
+	    'setuptools>=77' 'sphinx>=9'
 	touch $@
 
 $(LINT)/copy.done: $(LINT)/lint.done $(shell find fabric strategies launchers -name '*.py')

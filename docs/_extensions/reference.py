@@ -1,0 +1,275 @@
+"""Reference pages from the package itself: docstrings as our pages write them, and lists that are read from the code.
+
+A page has `<!-- generated: NAME -->` where one of `LISTS` is to stand. Docstrings are Markdown in the style of this
+package (`Raises: Error: why.`); autodoc reads reStructuredText, so they are translated.
+"""
+
+import argparse
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).parents[2]
+FIELDS = "Ranks|Shapes|Cost|Gradient|Raises|Source|Dtypes|Memory|Returns|None|Several|Empty"
+
+
+def directive(kind: str, name: str, *options: str) -> str:
+    """A directive of autodoc within Markdown."""
+    lines = [f".. {kind}:: {name}", *(f"   :{option}:" for option in options)]
+    return "```{eval-rst}\n" + "\n".join(lines) + "\n```\n"
+
+
+def names_of(module_name: str, *, heading: str = "##") -> str:
+    """Each public name of a module, below a heading of its own."""
+    module, first = importlib.import_module(module_name), importlib.import_module("fabric")
+    found = []
+    for name in sorted(_public(module)):
+        value = getattr(module, name)
+        if module is not first and name in first.__all__:
+            continue  # it is on the page of `fabric`
+        found.append(f"{heading} `{name}`\n")
+        if inspect.isclass(value):
+            found.append(directive("autoclass", f"{module_name}.{name}", "members", "show-inheritance"))
+        elif callable(value):
+            found.append(directive("autofunction", f"{module_name}.{name}"))
+        else:
+            found.append(directive("autodata", f"{module_name}.{name}", "no-value"))
+    return "\n".join(found)
+
+
+def _public(module: Any) -> list[str]:
+    """`__all__`, or the names that it imports as themselves (`from ... import Name as Name`)."""
+    tree = ast.parse(inspect.getsource(module))
+    imported = [each for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for each in node.names]
+    return list(getattr(module, "__all__", None) or {each.asname for each in imported if each.asname == each.name})
+
+
+def strategies() -> str:
+    """Each strategy: its docstring, the names by which it is passed, and each option with its default."""
+    from fabric.strategies import Strategy
+    from fabric.strategies.registry import strategy_registrations
+
+    module, found = importlib.import_module("fabric.strategies"), []
+    registered: dict[type, list[str]] = {}
+    for name, registration in strategy_registrations().items():
+        if registration.source == "torchfabric":
+            registered.setdefault(type(registration.make()), []).append(name)
+    for name in sorted(module.__all__):
+        value = getattr(module, name)
+        if not (inspect.isclass(value) and issubclass(value, Strategy) and value is not Strategy):
+            continue
+        words = ", ".join(f'`"{each}"`' for each in registered[value])
+        found.append(f"## `{name}`\n\n`strategy=`{words}\n")
+        found.append(directive("autoclass", f"fabric.strategies.{name}"))
+    return "\n".join(found)
+
+
+def commands() -> str:
+    """Each command of the command line, with its options, as its parser has them."""
+    from fabric.cli import parser
+
+    (subcommands,) = [each for each in parser()._actions if isinstance(each, argparse._SubParsersAction)]
+    helps = {each.dest: each.help or "" for each in subcommands._choices_actions}
+    found = []
+    for name, command in subcommands.choices.items():
+        found.append(f"## `fabric {name}`\n\n{command.description or _sentence(helps[name])}\n")
+        for action in command._actions:
+            if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
+                continue
+            value = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
+            words = " or ".join(f"`{option} {value}`".replace(" `", "`") for option in action.option_strings)
+            default = ""
+            if action.option_strings and action.default not in (None, False, argparse.SUPPRESS):
+                default = f" Default: `{action.default}`."
+            found.append(f"- {words or f'`{value}`'}: {_sentence(action.help or '')}{default}")
+        found.append("")
+    return "\n".join(found)
+
+
+def errors() -> str:
+    """Each error that the package raises, word for word, grouped by the part that raises it."""
+    found = []
+    for title, folders in PARTS.items():
+        lines = sorted({line for folder in folders for line in _raised(ROOT / folder)}, key=_letters)
+        if lines:
+            found.append(f"### {title}\n\n" + "\n".join(f"- {line}" for line in lines) + "\n")
+    return "\n".join(found)
+
+
+PARTS = {
+    "Arguments of `Fabric`, and the order of its calls": ["fabric/configure", "fabric/loop", "fabric/output", "fabric"],
+    "Checks": ["fabric/checks"],
+    "Checkpoints": ["fabric/checkpoints", "strategies/checkpoint"],
+    "Commands": ["fabric/cli", "fabric/verify"],
+    "Launching": ["launchers", *(f"launchers/{part}" for part in (
+        "environments", "process", "rank", "rendezvous", "supervision", "watch"))],
+    "Devices and precision": ["strategies/accelerators", "strategies/precision"],
+    "Collectives": ["strategies/collectives"],
+    "Data loaders": ["strategies/data"],
+    "Models, gradients and optimizers": ["strategies", *(f"strategies/{part}" for part in (
+        "module", "gradients", "optimizers", "sharding", "tensors"))],
+    "`ddp`": ["strategies/ddp"],
+    "`fsdp` and `hsdp`": ["strategies/fsdp"],
+    "`model_parallel`": ["strategies/model_parallel", "strategies/model_parallel/pipeline"],
+    "`manual`": ["strategies/manual"],
+    "DeepSpeed": ["strategies/deepspeed"],
+    "FairScale": ["strategies/fairscale"],
+    "Horovod": ["strategies/horovod"],
+    "XLA": ["strategies/xla"],
+    "`fabric.lightning`": ["fabric/lightning", *(f"fabric/lightning/{part}" for part in (
+        "plugins", "strategies", "utilities"))],
+    "`fabric.testing`": ["fabric/testing"],
+}  # fmt: skip
+
+
+def _raised(folder: Path) -> Iterator[str]:
+    """The errors of the modules of one folder."""
+    for path in sorted(folder.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
+                continue
+            kind, words = ast.unparse(node.exc.func).rpartition(".")[2], _words(node.exc.args[0])
+            if words and len(words) > 30 and kind[0].isupper():
+                yield f"`{kind}`: {words}"
+
+
+def _words(node: ast.expr) -> str:
+    """A message, with `...` for each value that it names."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_words(each) for each in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return "..."
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _words(node.left) + _words(node.right)
+    return "..." if isinstance(node, (ast.Name, ast.Call, ast.Attribute, ast.Subscript, ast.IfExp)) else ""
+
+
+def _letters(line: str) -> str:
+    return re.sub(r"[^\w ]", "", line).lower()
+
+
+def _sentence(text: str) -> str:
+    text = text.replace("%%", "%").strip()
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".") if text else ""
+
+
+LISTS = {
+    "fabric": lambda: names_of("fabric"),
+    "strategies": strategies,
+    "parts of strategies": lambda: _without_strategies(),
+    "launchers": lambda: names_of("fabric.launchers"),
+    "testing": lambda: names_of("fabric.testing"),
+    "commands": commands,
+    "errors": errors,
+}
+
+
+def _without_strategies() -> str:
+    from fabric.strategies import Strategy
+
+    module, found = importlib.import_module("fabric.strategies"), []
+    for name in sorted(module.__all__):
+        value = getattr(module, name)
+        if inspect.isclass(value) and issubclass(value, Strategy) and value is not Strategy:
+            continue
+        found.append(f"## `{name}`\n")
+        kind = "autoclass" if inspect.isclass(value) else "autofunction"
+        found.append(directive(kind, f"fabric.strategies.{name}", *(["members"] if kind == "autoclass" else [])))
+    return "\n".join(found)
+
+
+def fill(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Put the lists in their places."""
+
+    def text(place: re.Match[str]) -> str:
+        return LISTS[place[1]]()
+
+    source[0] = re.sub(r"<!-- generated: ([\w ]+) -->", text, source[0])
+
+
+def translate(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """A docstring of ours as reStructuredText, and after the one of a strategy the list of its options."""
+    text = "\n".join(lines)
+    if what == "class" and is_dataclass(value):
+        text, _, _ = text.partition("\nArgs:\n")
+    text = re.sub(rf"(?m)(?<=\S) (?=(?:{FIELDS}): )", "\n\n", text)  # `... Ranks: all.` begins a paragraph of its own
+    text = re.sub(rf"(?m)^(?=(?:{FIELDS}): )", "\n", text)
+    lines[:] = _rest(text).splitlines()
+    if what == "class" and is_dataclass(value):
+        documented = option_docs(value)
+        for field in fields(value):
+            if not field.name.startswith("_") and field.init:
+                default = "" if field.default is MISSING else f" Default: ``{_default(field.default)}``."
+                said = _rest(" ".join(documented.get(field.name, "").split()))
+                lines += ["", f"``{field.name}``", f"   {said}{default}".rstrip() or "   ..", ""]
+
+
+def _default(value: object) -> str:
+    return getattr(value, "__name__", repr(value))
+
+
+def option_docs(strategy: type) -> dict[str, str]:
+    """What is documented of each option: in `Args:` of the class or of one that it derives from, or below the field."""
+    found: dict[str, str] = {}
+    for each in reversed(strategy.__mro__):
+        doc = inspect.cleandoc(each.__dict__.get("__doc__") or "")
+        _, _, args = doc.partition("\nArgs:\n")
+        for option in re.findall(r"(?m)^    (\w+): ((?:.*\n?)(?:(?:     +.*)?(?:\n|\Z))*)", args):
+            found[option[0]] = option[1]
+        if each.__module__.startswith("fabric"):
+            tree = ast.parse(inspect.getsource(inspect.getmodule(each)))  # type: ignore[arg-type]
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef) and node.name == each.__name__:
+                    for field, said in zip(node.body, node.body[1:], strict=False):
+                        if isinstance(field, ast.AnnAssign) and isinstance(said, ast.Expr):
+                            found[ast.unparse(field.target)] = ast.literal_eval(said.value)
+    return found
+
+
+def _rest(text: str) -> str:
+    """Text and indented code: code begins after a line of text that is less indented, and may follow it at once."""
+    return "\n\n".join("::\n\n" + block if is_code else _inline(block) for block, is_code in _blocks(text))
+
+
+def _blocks(text: str) -> Iterator[tuple[str, bool]]:
+    """Runs of lines that are code (indented by four), or text."""
+    run: list[str] = []
+    was_code = False
+    for line in text.splitlines():
+        is_code = line.startswith("    ") if line.strip() else was_code
+        if is_code != was_code and run:
+            yield "\n".join(run).strip("\n"), was_code
+            run = []
+        run, was_code = [*run, line], is_code
+    yield "\n".join(run).strip("\n"), was_code
+
+
+def _inline(text: str) -> str:
+    """Markdown's code is reStructuredText's literal; all else that it would read as markup is text."""
+    parts = re.split(r"(`[^`]+`)", text)
+    for index, part in enumerate(parts):
+        if index % 2:
+            parts[index] = f"``{' '.join(part.strip('`').split())}``"
+            after = parts[index + 1][:1]
+            if after and (after.isalnum() or after in "(["):
+                parts[index + 1] = "\\ " + parts[index + 1]
+            if parts[index - 1][-1:].isalnum() or parts[index - 1][-1:] == "_":
+                parts[index - 1] += "\\ "
+        else:
+            parts[index] = re.sub(r"(?<!\\)([*|])", r"\\\1", re.sub(r"(\w)_(?!\w)", r"\1\\_", part))
+    return re.sub(rf"(?m)^((?:{FIELDS}):) ", r"**\1** ", "".join(parts))
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("source-read", fill)
+    app.connect("autodoc-process-docstring", translate)
+    return {"parallel_read_safe": True}
