@@ -85,7 +85,7 @@ test-horovod: $(HOROVOD)/test.done  ## Tests over Horovod, whose wheel is built 
 
 # The torch of torch_xla is the oldest that this package installs with: what a few strategies compute on the CPU, whether
 # it has each private name, and what is right with it by another road.
-ON_OLDEST := tests/conformance/test_strategies.py tests/strategies/collectives/test_c10d_check.py tests/test_private_names.py \
+ON_OLDEST := tests/conformance/test_strategies.py tests/strategies/collectives/test_torch_calls_check.py tests/test_private_names.py \
     tests/strategies/sharding/test_same_gradients.py -m 'not thorough' -k 'not xla and (single_device-1-32-true or \
     ddp-2-32-true or fsdp-2-32-true or known or installed or same_gradients)'
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fabric.output.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
     from fabric.strategies.checkpoint.consolidate import consolidate as consolidate
     from fabric.strategies.checkpoint.errors import CheckpointError as CheckpointError
-    from fabric.strategies.checkpoint.loading import read_checkpoint as read_checkpoint
+    from fabric.strategies.checkpoint.read_and_verify import read_checkpoint as read_checkpoint
     from fabric.strategies.collectives.collective import CollectiveError as CollectiveError
 
 _HOME = {
@@ -36,7 +36,7 @@ _HOME = {
     "WorkerError": "fabric.launchers",
     "World": "fabric.launchers",
     "consolidate": "fabric.strategies.checkpoint.consolidate",
-    "read_checkpoint": "fabric.strategies.checkpoint.loading",
+    "read_checkpoint": "fabric.strategies.checkpoint.read_and_verify",
     "seed_everything": "fabric.loop.seed",
 }
 

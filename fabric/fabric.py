@@ -38,9 +38,9 @@ from fabric.session import Session
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful, uncompiled
 from fabric.strategies.collectives import nested
-from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, ReduceOp
-from fabric.strategies.collectives.rank_zero import rank_zero_first
+from fabric.strategies.collectives.fabric_calls_check import check_call
+from fabric.strategies.collectives.rank_zero_broadcast import rank_zero_first
 from fabric.strategies.data.partition import Uneven, Use
 from fabric.strategies.data.transfer import move
 from fabric.strategies.module.initialization import new_tensors

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
+from fabric.launchers.launcher_names import launcher_row
 from fabric.launchers.process.os_process import exit_fd
 from fabric.launchers.process.program import STARTED_IN, Program, this_program
 from fabric.launchers.rank import task as tasks
 from fabric.launchers.rank.task import CallFunction, RunScript
-from fabric.launchers.registry import launcher_row
 from fabric.launchers.supervision import ending
 from fabric.launchers.supervision.supervisor import Child, Supervisor, supervise
 from fabric.launchers.world import World

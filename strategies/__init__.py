@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from fabric.strategies.model_parallel.strategy import ModelParallelStrategy as ModelParallelStrategy
     from fabric.strategies.module.wrap_policy import blocks_of as blocks_of
     from fabric.strategies.precision.precision import Precision as Precision
-    from fabric.strategies.registry import available_strategies as available_strategies
-    from fabric.strategies.registry import register_strategy as register_strategy
     from fabric.strategies.sharding.mesh import along as along
     from fabric.strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
     from fabric.strategies.strategy import Strategy as Strategy
+    from fabric.strategies.strategy_names import available_strategies as available_strategies
+    from fabric.strategies.strategy_names import register_strategy as register_strategy
     from fabric.strategies.xla.fsdp import XLAFSDPStrategy as XLAFSDPStrategy
     from fabric.strategies.xla.replicas import XLAStrategy as XLAStrategy
     from fabric.strategies.xla.single_device import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
@@ -54,9 +54,9 @@ _HOME = {
     "XLAFSDPStrategy": "xla.fsdp",
     "XLAStrategy": "xla.replicas",
     "along": "sharding.mesh",
-    "available_strategies": "registry",
+    "available_strategies": "strategy_names",
     "blocks_of": "module.wrap_policy",
-    "register_strategy": "registry",
+    "register_strategy": "strategy_names",
 }
 
 __all__ = list(_HOME)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fabric.strategies.collectives.call_check import all_equal
 from fabric.strategies.collectives.collective import Collective, CollectiveError
+from fabric.strategies.collectives.fabric_calls_check import all_equal
 from fabric.strategies.data.comparison import Ranks
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.loaders import LoaderContext, process_dataloader

@@ -11,8 +11,7 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.single import SingleDeviceCollective
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.prepare import place, replica
-from fabric.strategies.prepared import Prepared
+from fabric.strategies.prepared import Prepared, place, replica
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.target import Target

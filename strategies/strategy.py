@@ -24,8 +24,7 @@ from fabric.strategies.data.partition import Use
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.wrap_policy import Policy
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.prepare import attach_to_steps
-from fabric.strategies.prepared import Prepared
+from fabric.strategies.prepared import Prepared, attach_to_steps
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target
 

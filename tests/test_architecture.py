@@ -29,13 +29,22 @@ TECHNIQUES = ("ddp", "deepspeed", "fairscale", "fsdp", "horovod", "manual", "mod
 PART_IMPORTS = {
     ("strategies/data/loaders.py", "fabric.launchers.process.os_process"): "counted once",
     ("strategies/checkpoint/errors.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
-    ("strategies/checkpoint/saving.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
-    ("strategies/checkpoint/loading.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
+    (
+        "strategies/checkpoint/write_and_commit.py",
+        "fabric.strategies.collectives.collective",
+    ): "the role, no member of it",
+    (
+        "strategies/checkpoint/read_and_verify.py",
+        "fabric.strategies.collectives.collective",
+    ): "the role, no member of it",
     ("strategies/checkpoint/background.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
     ("strategies/checkpoint/other_formats.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
     ("strategies/checkpoint/background.py", "fabric.strategies.accelerators.torch_accelerator"): "which have streams",
     ("strategies/data/transfer.py", "fabric.strategies.accelerators.torch_accelerator"): "which have streams",
-    ("strategies/accelerators/registry.py", "fabric.strategies.name_registry"): "one way to register names, for all",
+    (
+        "strategies/accelerators/accelerator_names.py",
+        "fabric.strategies.registry",
+    ): "one way to register names, for all",
     ("strategies/accelerators/xla.py", "fabric.launchers.environments.xla"): "PJRT's devices are what variables say",
     ("strategies/accelerators/xla.py", "fabric.launchers.xla_internals"): "the one list of torch_xla's private names",
     (
@@ -54,12 +63,15 @@ PART_IMPORTS = {
         "strategies/collectives/process_group.py",
         "fabric.launchers.watch.table",
     ): "the name by which a group is known",
-    ("strategies/collectives/c10d_check.py", "fabric.launchers.watch.table"): "the name by which a group is known",
+    (
+        "strategies/collectives/torch_calls_check.py",
+        "fabric.launchers.watch.table",
+    ): "the name by which a group is known",
     (
         "strategies/collectives/flight_recorder.py",
         "fabric.launchers.watch.table",
     ): "a call in words, as the watcher takes it",
-    ("strategies/collectives/call_check.py", "fabric.launchers.process.stack"): "the user's line in a stack",
+    ("strategies/collectives/fabric_calls_check.py", "fabric.launchers.process.stack"): "the user's line in a stack",
     ("strategies/collectives/flight_recorder.py", "fabric.launchers.process.stack"): "the user's line in a stack",
 }
 COLLECTIVES_OUTSIDE = {
@@ -377,7 +389,7 @@ def test_prepared_is_made_in_one_place() -> None:
         for node in nodes_of(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Prepared"
     }
-    assert makers == {"strategies/prepare.py"}
+    assert makers == {"strategies/prepared.py"}
 
 
 def test_no_file_has_a_generic_name() -> None:

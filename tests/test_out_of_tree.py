@@ -41,7 +41,7 @@ import torch
 from fabric.strategies import Strategy
 from fabric.strategies.accelerators import Accelerator
 from fabric.strategies.collectives.process_group import TorchCollective
-from fabric.strategies.prepare import place, replica
+from fabric.strategies.prepared import place, replica
 from fabric.strategies.runtime import open_runtime
 
 

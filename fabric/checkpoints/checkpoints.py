@@ -18,7 +18,7 @@ from fabric.checkpoints.run_state import RunState, is_run
 from fabric.checks.check import Moments
 from fabric.launchers.rank.rank import saving as saving_rank
 from fabric.loop.setup import SetUp
-from fabric.strategies.checkpoint import loading, other_formats, saving
+from fabric.strategies.checkpoint import other_formats, read_and_verify, write_and_commit
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
 from fabric.strategies.checkpoint.direct_state_dict import HOW_TO_SAVE
 from fabric.strategies.checkpoint.errors import (
@@ -74,7 +74,7 @@ class Checkpoints:
             content = self.content(state, keep, gathered=False)
             if not blocking:
                 return self._background.start(storage, content, after_commit)
-            saving.save(self._collective, storage, content, after_commit, self._background.off_device)
+            write_and_commit.save(self._collective, storage, content, after_commit, self._background.off_device)
         return PendingSave(storage.path)
 
     def wait(self) -> None:
@@ -138,7 +138,7 @@ class Checkpoints:
         storage = storage_of(path)
         if read_by_rank_zero(self._collective, storage.path, lambda: other_formats.is_foreign(path)):
             return other_formats.load(self._collective, path)
-        return loading.load(self._collective, storage)
+        return read_and_verify.load(self._collective, storage)
 
     def _refuse_misfits(self, method: str, path: Path, state: Any, content: Any, *, strict: bool) -> None:
         """Raise CheckpointError on every rank if a state does not fit. Ranks: all."""

@@ -31,9 +31,9 @@ from fabric.checks.forward_weights import ForwardWeights
 from fabric.checks.nonfinite import Divergence
 from fabric.checks.training_state import Parameters, gradients_of, modes_of, names_in, options_of, weights_and_states
 from fabric.checks.unprepared_optimizers import UnpreparedOptimizers
-from fabric.strategies.accelerators.registry import device_rngs
+from fabric.strategies.accelerators.accelerator_names import device_rngs
 from fabric.strategies.checkpoint.state import StateAccess
-from fabric.strategies.collectives.c10d_check import compare_collectives
+from fabric.strategies.collectives.torch_calls_check import compare_collectives
 from fabric.strategies.data.rng import digest, torch_rng
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime

@@ -23,15 +23,15 @@ from rich.text import Text
 from fabric.configure.machine import Found, Machine
 from fabric.configure.request import Request
 from fabric.configure.resolve import resolve
+from fabric.launchers.launcher_names import LAUNCHERS
 from fabric.launchers.process.os_process import num_cores
-from fabric.launchers.registry import LAUNCHERS
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.accelerators.registry import accelerators
+from fabric.strategies.accelerators.accelerator_names import accelerators
 from fabric.strategies.capabilities import CAPABILITIES, Capability
-from fabric.strategies.name_registry import Registration
 from fabric.strategies.precision.precision import Precision, PrecisionWord
-from fabric.strategies.registry import strategy_registrations
+from fabric.strategies.registry import Registration
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.strategy_names import strategy_registrations
 
 _WORDS: tuple[PrecisionWord, ...] = get_args(PrecisionWord)
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from fabric.configure.machine import Machine
 from fabric.configure.request import Request
 from fabric.launchers.environments import ENVIRONMENTS
-from fabric.launchers.registry import OURS, PER_DEVICE, launcher_row
+from fabric.launchers.launcher_names import OURS, PER_DEVICE, launcher_row
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy

@@ -27,13 +27,13 @@ from fabric.configure.machine import Found, Machine
 from fabric.configure.options import DEFAULT_MAX_RESTARTS
 from fabric.configure.request import Request
 from fabric.launchers.launcher import Topology
-from fabric.launchers.registry import OURS, PER_DEVICE, launcher_row
+from fabric.launchers.launcher_names import OURS, PER_DEVICE, launcher_row
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.options import check_options, with_timeout
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.registry import make_strategy
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.strategy_names import make_strategy
 
 
 class Setting(NamedTuple):
@@ -54,7 +54,7 @@ class Resolved:
     """Indices of the devices this node uses; `devices[local_rank]` is the device of a rank, if each rank has one."""
     precision: Precision
     launcher: str
-    """For `choose_launcher`: a name in `launchers/registry.py`, auto (the safest at `launch`), or external."""
+    """For `choose_launcher`: a name in `launchers/launcher_names.py`, auto (the safest at `launch`), or external."""
     max_restarts: int
     """The maximal number of restarts of `elastic`."""
     world: World | None

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from fabric.strategies.accelerators.registry import accelerators
+from fabric.strategies.accelerators.accelerator_names import accelerators
 
 
 def seed_everything(seed: int, workers: bool = True) -> int:

@@ -20,7 +20,7 @@ from fabric.checks.check import Moments, StepCounter
 from fabric.checks.unprepared_optimizers import UnpreparedOptimizers
 from fabric.loop.accumulation import Accumulation
 from fabric.loop.weighting import ClosureLoss, Weighting
-from fabric.strategies.accelerators.registry import make_accelerator
+from fabric.strategies.accelerators.accelerator_names import make_accelerator
 from fabric.strategies.checkpoint.direct_state_dict import refuse_whole_states, report_shards
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
 from fabric.strategies.gradients.bare_parameters import BareParameters, in_no_module, refuse_another_model

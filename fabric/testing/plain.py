@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.loading import read_checkpoint
+from fabric.strategies.checkpoint.read_and_verify import read_checkpoint
 from fabric.strategies.checkpoint.state import ObjectStates
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.single import SingleDeviceCollective

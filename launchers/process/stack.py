@@ -19,7 +19,7 @@ END = "the end of the program"
 """The line of a rank that closes its fabric."""
 FORWARD = "forward of a module"
 """Stands before a line whose collectives are made by a module's hooks, such as a broadcast of its buffers."""
-_CONTEXTS = ("loop/gather_parameters.py", "gathered"), ("collectives/rank_zero.py", "rank_zero_first")
+_CONTEXTS = ("loop/gather_parameters.py", "gathered"), ("collectives/rank_zero_broadcast.py", "rank_zero_first")
 """Generators of context managers that the methods of `Fabric` of the same names return."""
 _FABRIC = str(_PACKAGE / "fabric.py"), str(_PACKAGE / "lightning" / "fabric.py")
 _AT_EXIT = str(_PACKAGE / "session.py"), "_close_at_exit"

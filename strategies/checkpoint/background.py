@@ -29,9 +29,16 @@ from torch.distributed.distributed_c10d import PrefixStore
 from fabric.strategies.accelerators.torch_accelerator import has_streams
 from fabric.strategies.checkpoint.errors import CheckpointError, attempt, failure
 from fabric.strategies.checkpoint.manifest import ALIGNMENT_BYTES
-from fabric.strategies.checkpoint.saving import Plan, commit, plan, remove_unwritten, removed_if_unwritten, write
 from fabric.strategies.checkpoint.storage import Storage
 from fabric.strategies.checkpoint.tensors import memory_of
+from fabric.strategies.checkpoint.write_and_commit import (
+    Plan,
+    commit,
+    plan,
+    remove_unwritten,
+    removed_if_unwritten,
+    write,
+)
 from fabric.strategies.collectives.collective import Collective
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from fabric.strategies.checkpoint.loading import Checkpoint, reading
 from fabric.strategies.checkpoint.other_formats import INDEX_SUFFIX, SUFFIX, save_safetensors
+from fabric.strategies.checkpoint.read_and_verify import Checkpoint, reading
 from fabric.strategies.checkpoint.state import RUN
 from fabric.strategies.checkpoint.storage import Folder, local_path
 from fabric.strategies.checkpoint.tensors import Stored, in_memory, shown

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fabric.strategies.collectives.call_check import check_call, check_call_later
 from fabric.strategies.collectives.collective import HOST_DEVICES, Collective, ReduceOp, check_reduce_op
 from fabric.strategies.collectives.dtypes import reduction_dtype
+from fabric.strategies.collectives.fabric_calls_check import check_call, check_call_later
 from fabric.strategies.tensors.nests import map_by_path
 from fabric.strategies.tensors.packing import Packing, Spec, check_dense, groups, split_copies
 

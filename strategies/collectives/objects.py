@@ -11,8 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.collectives.call_check import all_gather_bytes, check_call, to_bytes, to_tensor
 from fabric.strategies.collectives.collective import Collective, CollectiveError, check_peer
+from fabric.strategies.collectives.fabric_calls_check import all_gather_bytes, check_call, to_bytes, to_tensor
 from fabric.strategies.tensors.packing import Packing, Spec, groups
 
 # Note [A rank that cannot pickle]

@@ -3,7 +3,7 @@
 The only file that uses torch's collectives, whose names differ between releases. Data that is not reduced is sent as
 bytes, and every failure of torch becomes a `CollectiveError` with the call, its tensor, and how long it waited. gloo
 aborts the process if ranks send tensors of different sizes. `nested.py` and `objects.py` compare calls beforehand
-(`call_check.py`); the methods here do not: their callers know that the shapes are equal.
+(`fabric_calls_check.py`); the methods here do not: their callers know that the shapes are equal.
 
 # Note [Gradients have a group of their own]
 A call that only some ranks make, such as a metric on rank 0, is matched with whatever the others send next on the same
@@ -42,7 +42,6 @@ from fabric.launchers.process.network import require_interfaces
 from fabric.launchers.rendezvous.join import join
 from fabric.launchers.watch.table import CALLS, GRADIENTS
 from fabric.launchers.world import World
-from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import (
     CollectiveError,
     ReduceOp,
@@ -53,6 +52,7 @@ from fabric.strategies.collectives.collective import (
     in_a_fork,
 )
 from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
+from fabric.strategies.collectives.fabric_calls_check import check_call
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.tensors.packing import Spec, as_bytes
 
@@ -344,7 +344,7 @@ class TorchCollective(CarriesObjects):
             self._read_last()
         try:
             return function(*args, group=group, **to)
-        except CollectiveError:  # of `c10d_check.py`
+        except CollectiveError:  # of `torch_calls_check.py`
             raise
         except (RuntimeError, ValueError) as error:
             raise self._failure(operation, tensor, error) from error
@@ -391,7 +391,7 @@ def _message(numbers: Sequence[float]) -> Tensor:
 
 
 def sum_message(message: Tensor, group: ProcessGroup) -> None:
-    """The all-reduce of a comparison: not compared itself, see `c10d_check.py`."""
+    """The all-reduce of a comparison: not compared itself, see `torch_calls_check.py`."""
     group.allreduce([message]).wait()
 
 

@@ -16,13 +16,12 @@ from torch.optim import Optimizer
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import PlainState
 from fabric.strategies.ddp.comm_hooks import CommHook, check, why_not
-from fabric.strategies.ddp.gradient_sync import STATIC, UNUSED, DDPGradientSync
+from fabric.strategies.ddp.ddp_gradient_sync import STATIC, UNUSED, DDPGradientSync
 from fabric.strategies.layout import Layout
 from fabric.strategies.optimizers.elementwise import refuse_dependent
 from fabric.strategies.optimizers.owners import step_by_owners
 from fabric.strategies.optimizers.owners_state import OwnersState
-from fabric.strategies.prepare import attach_scaler, place, replica
-from fabric.strategies.prepared import Prepared
+from fabric.strategies.prepared import Prepared, attach_scaler, place, replica
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target

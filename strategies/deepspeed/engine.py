@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.deepspeed.released import LOST, ReleasedParameters
 from fabric.strategies.deepspeed.state import as_changed

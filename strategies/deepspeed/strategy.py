@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
+from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.deepspeed.config import PRECISIONS, choose_offload, choose_stage, engine_config, read_config
 from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, copy_of, gathered_parts, is_trained
 from fabric.strategies.deepspeed.init_module import hide_shapes, in_shards
@@ -34,8 +34,7 @@ from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.model_checks import refuse_sparse_layers, refuse_wrapped_in_flat
 from fabric.strategies.optimizers.elementwise import MODES, has_modes, refuse_dependent
-from fabric.strategies.prepare import make_contiguous, place, prepared, with_precision
-from fabric.strategies.prepared import Prepared, TrainedWeights
+from fabric.strategies.prepared import Prepared, TrainedWeights, make_contiguous, make_prepared, place, with_precision
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
@@ -170,7 +169,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             state.write_optimizer(optimizer, before)
         scales = engine.optimizer.needs_scaler()
         return replace(
-            prepared(runtime, module, (optimizer,), sync, path),
+            make_prepared(runtime, module, (optimizer,), sync, path),
             scale_loss=engine.scale if scales else None,
             joins_backward=not scales,
             loss_scale=LossScale(engine.optimizer.loss_scaler) if engine.optimizer.loss_scaler.dynamic else None,
@@ -261,7 +260,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         path = ForwardPath(module, with_precision(runtime, around), self._refuse_mark)
         stack.callback(path.release)
         return replace(
-            prepared(runtime, module, (), LocalGradientSync(module), path),
+            make_prepared(runtime, module, (), LocalGradientSync(module), path),
             scale_loss=refuse,
             clip_norm=refuse,
             clip_value=refuse,

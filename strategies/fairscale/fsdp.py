@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Adafactor, Muon, Optimizer
 
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
+from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.fairscale.fsdp_shards import IN_SLICES, SlicedState, attach_module, attach_optimizer, holds_local
 from fabric.strategies.fairscale.fsdp_wrappers import UNCOMPILABLE, FairScaleFSDPGradientSync
 from fabric.strategies.fairscale.library import (
@@ -42,8 +42,7 @@ from fabric.strategies.module.model_checks import (
 )
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.prepare import attach_scaler, place, replica
-from fabric.strategies.prepared import Prepared
+from fabric.strategies.prepared import Prepared, attach_scaler, place, replica
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target, releases

@@ -37,7 +37,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.fairscale.fsdp_shards import ModuleHook, conceal, holds_local, plain_of, reveal
 from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, root_logger_untouched
 from fabric.strategies.gradients.sync import Finish, GradientSync, all_of

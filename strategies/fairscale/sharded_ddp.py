@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import PlainState
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.fairscale.library import (
     LATE,
     NEEDS_ALL,
@@ -50,8 +50,7 @@ from fabric.strategies.module.model_checks import refuse_shared_memory, refuse_s
 from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.optimizers.owners import refuse_part
 from fabric.strategies.optimizers.owners_state import OwnersState
-from fabric.strategies.prepare import place, replica
-from fabric.strategies.prepared import Prepared
+from fabric.strategies.prepared import Prepared, place, replica
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target, releases

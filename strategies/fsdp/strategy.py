@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
+from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.layout import SHARDS, Layout
 from fabric.strategies.module import model_checks
 from fabric.strategies.module.deepcopy import IN_SHARDS, Hook, refuse_copies
@@ -29,13 +29,12 @@ from fabric.strategies.module.wrap_policy import Policy, check_policy, matching,
 from fabric.strategies.optimizers.owners_state import sharded_state
 from fabric.strategies.optimizers.rebinding import rebinding
 from fabric.strategies.precision.precision import Precision, cast_module
-from fabric.strategies.prepare import make_contiguous, prepared, with_precision
-from fabric.strategies.prepared import Prepared
+from fabric.strategies.prepared import Prepared, make_contiguous, make_prepared, with_precision
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.fully_shard import list_hidden_tensors_after, mark_gathering, restore_output_after
-from fabric.strategies.sharding.gradient_sync import ShardedGradientSync
 from fabric.strategies.sharding.mesh import check_degrees
+from fabric.strategies.sharding.sharded_gradient_sync import ShardedGradientSync
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.parameters import name_some, own_tensors
 from fabric.strategies.tensors.wrapper_subclass import frozen_wrapped, move
@@ -133,7 +132,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         sync = ShardedGradientSync(runtime, inner, uninitialized, broadcast_buffers=self.broadcast_buffers)
         mark = partial(mark_gathering, inner)
         path = ForwardPath(inner, with_precision(runtime, sync.forward), mark)
-        made = prepared(
+        made = make_prepared(
             runtime, module, optimizers, sync, path, *(hook.remove for hook in hooks), refuse_copies(inner, IN_SHARDS)
         )
         return replace(made, state=sharded_state(runtime))

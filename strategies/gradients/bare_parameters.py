@@ -10,7 +10,7 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
+from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.runtime import Runtime

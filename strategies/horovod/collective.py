@@ -25,7 +25,6 @@ from fabric.launchers.environments.horovod import place_in_environment
 from fabric.launchers.process.network import interface_for
 from fabric.launchers.rendezvous.join import join
 from fabric.launchers.world import World
-from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import (
     CollectiveError,
     ReduceOp,
@@ -36,6 +35,7 @@ from fabric.strategies.collectives.collective import (
     in_a_fork,
 )
 from fabric.strategies.collectives.dtypes import from_reduced, reduce_stacked, to_reducible
+from fabric.strategies.collectives.fabric_calls_check import check_call
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.horovod.timeout import Watch
 from fabric.strategies.tensors.packing import Spec, as_bytes

@@ -17,11 +17,10 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.horovod.collective import OF_ALL_RANKS, HorovodCollective
-from fabric.strategies.horovod.gradient_sync import HorovodGradientSync
+from fabric.strategies.horovod.horovod_gradient_sync import HorovodGradientSync
 from fabric.strategies.options import own_launchers
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.prepare import place, replica
-from fabric.strategies.prepared import Prepared
+from fabric.strategies.prepared import Prepared, place, replica
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.target import Target

@@ -23,14 +23,13 @@ from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.layout import REPLICAS, SHARDS, Layout
-from fabric.strategies.manual.gradient_sync import ManualGradientSync
+from fabric.strategies.manual.manual_gradient_sync import ManualGradientSync
 from fabric.strategies.manual.state import ManualState, own_parameters
 from fabric.strategies.optimizers.owners import refuse_owners
 from fabric.strategies.optimizers.rebinding import rebind
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.precision import Precision, casts
-from fabric.strategies.prepare import replica
-from fabric.strategies.prepared import Prepared
+from fabric.strategies.prepared import Prepared, replica
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.fully_shard import fsdp_modules, reshard_roots

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
+from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.clipping import clip_norm
 from fabric.strategies.layout import SHARDS, Layout
@@ -39,13 +39,12 @@ from fabric.strategies.optimizers.owners_state import sharded_state
 from fabric.strategies.optimizers.rebinding import rebinding
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.precision import cast_module
-from fabric.strategies.prepare import make_contiguous, move_state, place, prepared, with_precision
-from fabric.strategies.prepared import Prepared
+from fabric.strategies.prepared import Prepared, make_contiguous, make_prepared, move_state, place, with_precision
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.fully_shard import list_hidden_tensors_of_units, mark_gathering, reshard_roots
-from fabric.strategies.sharding.gradient_sync import MeshAveraging, ShardedGradientSync
 from fabric.strategies.sharding.mesh import COPIES, Degree, Parallelize, along, check_written, complete, parallelize
+from fabric.strategies.sharding.sharded_gradient_sync import MeshAveraging, ShardedGradientSync
 from fabric.strategies.sharding.sharded_state import ShardedState
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.dtensor import as_sharded
@@ -143,7 +142,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             *(hook.remove for hook in list_hidden_tensors_of_units(inner)),
             *([refuse_copies(inner, IN_SHARDS)] if is_sharded else []),
         ]
-        made = prepared(runtime, module if result is inner else result, optimizers, sync, path, *ends)
+        made = make_prepared(runtime, module if result is inner else result, optimizers, sync, path, *ends)
         layout = replace(runtime.layout, averages_before_hooks=not averaging.unaveraged)
         return replace(made, layout=layout, state=sharded_state(runtime))
 
@@ -179,7 +178,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
         refuse_owners(optimizers, "a stage of this pipeline")
         sync = PipelineGradientSync(options, runtime, inner, stages, uninitialized, line, peers)
         path = ForwardPath(inner, sync.forward, _refuse_mark)
-        made = prepared(runtime, module, optimizers, sync, path, refuse_copies(inner, IN_STAGES))
+        made = make_prepared(runtime, module, optimizers, sync, path, refuse_copies(inner, IN_STAGES))
         return replace(
             made,
             clip_norm=partial(clip_norm, scaler=runtime.loss_scaler, across=line),

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
+from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.precision.precision import Precision, default_dtype
 from fabric.strategies.tensors.dtensor import as_sharded, local_part, shard_like, user_class, whole
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.collectives.call_check import check_call
+from fabric.strategies.collectives.fabric_calls_check import check_call
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.dtensor import as_sharded, user_class
 from fabric.strategies.tensors.packing import Spec

@@ -17,8 +17,7 @@ from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.collectives.single import SingleDeviceCollective
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.prepare import replica
-from fabric.strategies.prepared import Prepared
+from fabric.strategies.prepared import Prepared, replica
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.target import Target
 from fabric.strategies.xla.collective import OF_ALL_REPLICAS, XLACollective
@@ -30,8 +29,8 @@ from fabric.strategies.xla.device import (
     prepare_optimizers,
     refuse_accelerator,
 )
-from fabric.strategies.xla.gradient_sync import UNUSED, XLAGradientSync
 from fabric.strategies.xla.torch_xla_strategy import TorchXLAStrategy
+from fabric.strategies.xla.xla_gradient_sync import UNUSED, XLAGradientSync
 
 
 @final

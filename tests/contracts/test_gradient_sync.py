@@ -28,7 +28,7 @@ from fabric.strategies import (
     Strategy,
 )
 from fabric.strategies.gradients.sync import GradientSync
-from fabric.strategies.registry import make_strategy
+from fabric.strategies.strategy_names import make_strategy
 
 pytestmark = pytest.mark.slow
 

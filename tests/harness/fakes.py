@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import Store
 
-from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import (
     CollectiveError,
     ReduceOp,
@@ -25,6 +24,7 @@ from fabric.strategies.collectives.collective import (
     check_split,
 )
 from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
+from fabric.strategies.collectives.fabric_calls_check import check_call
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.tensors.packing import check_dense
 

@@ -22,8 +22,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.fabric_calls_check import check_call
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.model_parallel.pipeline.options import OF_ONE_STAGE, Pipeline
 from fabric.strategies.model_parallel.pipeline.split import Stage
@@ -34,7 +34,7 @@ from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.precision.precision import autocast, cast_inputs, cast_output, casts
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.fully_shard import fsdp_modules
-from fabric.strategies.sharding.gradient_sync import MeshAveraging
+from fabric.strategies.sharding.sharded_gradient_sync import MeshAveraging
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.dtensor import local_part
 from fabric.strategies.tensors.nests import map_only_tensors, tensors_in

@@ -12,8 +12,8 @@ import torch
 from devices import ACCELERATOR
 
 from fabric import CheckpointDirectory, CheckpointError, Fabric, read_checkpoint
-from fabric.strategies.checkpoint.saving import plan, write
 from fabric.strategies.checkpoint.storage import storage_of
+from fabric.strategies.checkpoint.write_and_commit import plan, write
 
 
 def numbers(directory: CheckpointDirectory) -> list[int]:

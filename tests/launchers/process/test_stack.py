@@ -7,7 +7,7 @@ import inspect
 from fabric.launchers.process.stack import END, users_line
 from fabric.loop.gather_parameters import gathered
 from fabric.session import Session
-from fabric.strategies.collectives.rank_zero import rank_zero_first
+from fabric.strategies.collectives.rank_zero_broadcast import rank_zero_first
 
 
 def test_a_context_manager_is_named_as_the_method_of_fabric_that_returns_it() -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from fabric import CheckpointError, Fabric, consolidate
 from fabric.cli import main
-from fabric.strategies.checkpoint.saving import commit, plan, write
 from fabric.strategies.checkpoint.storage import Folder
 from fabric.strategies.checkpoint.tensors import TensorShards, replicated
+from fabric.strategies.checkpoint.write_and_commit import commit, plan, write
 from fabric.strategies.tensors.chunk import Chunk
 
 

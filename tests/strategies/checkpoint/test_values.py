@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from fabric.strategies.checkpoint.saving import save
 from fabric.strategies.checkpoint.state import ObjectStates
 from fabric.strategies.checkpoint.storage import Folder
+from fabric.strategies.checkpoint.write_and_commit import save
 from fabric.strategies.collectives.single import SingleDeviceCollective
 
 

@@ -22,7 +22,7 @@ from fabric import Fabric, read_checkpoint
 from fabric.strategies import DDPStrategy, ManualStrategy, ModelParallelStrategy, Strategy
 from fabric.strategies.accelerators.accelerator import CPUAccelerator
 from fabric.strategies.manual.strategy import ManualContext, Parallelized
-from fabric.strategies.registry import available_strategies, make_strategy
+from fabric.strategies.strategy_names import available_strategies, make_strategy
 from fabric.strategies.target import Target
 
 

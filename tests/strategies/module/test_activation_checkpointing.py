@@ -27,7 +27,7 @@ from fabric.strategies import (
 )
 from fabric.strategies.accelerators.xla import XLAAccelerator
 from fabric.strategies.module.activation_checkpointing import rebind_copies, recompute
-from fabric.strategies.registry import make_strategy
+from fabric.strategies.strategy_names import make_strategy
 
 WIDTH = 8
 

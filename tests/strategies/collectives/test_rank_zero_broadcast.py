@@ -14,7 +14,7 @@ from worlds import run_world
 from fabric.launchers.world import Rendezvous, World
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.collectives.process_group import TorchCollective
-from fabric.strategies.collectives.rank_zero import rank_zero_first
+from fabric.strategies.collectives.rank_zero_broadcast import rank_zero_first
 
 NOWHERE = Rendezvous(address="127.0.0.1", port=1, hosted=True)
 

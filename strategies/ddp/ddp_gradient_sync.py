@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fabric.strategies.collectives.call_check import check_call
-from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.collectives.fabric_calls_check import check_call
+from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.ddp.comm_hooks import register
 from fabric.strategies.gradients.averaging import Factor, scale_gradients
 from fabric.strategies.gradients.sync import (

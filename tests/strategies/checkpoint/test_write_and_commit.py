@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.masked import masked_tensor
 
 from fabric import CheckpointError, Fabric, read_checkpoint
-from fabric.strategies.checkpoint.loading import Checkpoint
 from fabric.strategies.checkpoint.manifest import NAME
-from fabric.strategies.checkpoint.saving import commit, plan, save, write
+from fabric.strategies.checkpoint.read_and_verify import Checkpoint
 from fabric.strategies.checkpoint.state import ObjectStates
 from fabric.strategies.checkpoint.storage import Folder, storage_of
 from fabric.strategies.checkpoint.tensors import TensorShards, no_shards, replicated
+from fabric.strategies.checkpoint.write_and_commit import commit, plan, save, write
 from fabric.strategies.collectives.single import SingleDeviceCollective
 from fabric.strategies.tensors.chunk import Chunk, chunks_of_range, whole
 

@@ -18,8 +18,8 @@ from devices import ACCELERATOR
 from torch import nn
 
 from fabric import Fabric
-from fabric.strategies.collectives.c10d_check import NOT_COMPARED, OPERATORS, compare_collectives
 from fabric.strategies.collectives.collective import CollectiveError
+from fabric.strategies.collectives.torch_calls_check import NOT_COMPARED, OPERATORS, compare_collectives
 
 
 def test_every_operator_of_torch_s_process_groups_is_known() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import Collective, CollectiveError
-from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
+from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.gradients.averaging import NONE, kind_of, refuse_sparse
 from fabric.strategies.gradients.sync import Finish, GradientSync, on_gradient
 from fabric.strategies.module.parameter_changes import AddedParameters

@@ -23,10 +23,10 @@ from fabric.strategies.checkpoint.errors import (
     read_by_rank_zero,
 )
 from fabric.strategies.checkpoint.manifest import NAME, Manifest, Piece
-from fabric.strategies.checkpoint.saving import is_written_by_save
 from fabric.strategies.checkpoint.storage import Storage, buffer_of, local_path, storage_of
 from fabric.strategies.checkpoint.tensors import Stored, in_memory
 from fabric.strategies.checkpoint.values import DTYPES, decode, keys_of
+from fabric.strategies.checkpoint.write_and_commit import is_written_by_save
 from fabric.strategies.collectives.collective import Collective
 
 

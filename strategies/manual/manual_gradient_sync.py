@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.sync import (
     GRAPH_OF_GRADIENTS,

@@ -2,7 +2,7 @@
 
 All calls on process groups go through torch's dispatcher, also those that DDP's reducer makes in C++. So one kernel for
 each operator of `c10d` sees them all, on every group and in every thread, and while none is registered they cost
-nothing. The ranks of the group compare what they are about to call as `call_check.py` does: one all-reduce of a
+nothing. The ranks of the group compare what they are about to call as `fabric_calls_check.py` does: one all-reduce of a
 number; the calls themselves are sent only for the error. So each call waits until all ranks of its group make it, also
 one that was started with `async_op=True`.
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fabric.launchers.watch.table import CALLS, GRADIENTS
-from fabric.strategies.collectives.call_check import difference, hash_of, is_comparing, is_in_a_started_thread
+from fabric.strategies.collectives.fabric_calls_check import difference, hash_of, is_comparing, is_in_a_started_thread
 from fabric.strategies.collectives.process_group import TorchCollective, sum_message
 
 

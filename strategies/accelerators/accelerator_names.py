@@ -8,7 +8,7 @@ import torch
 from fabric.strategies.accelerators.accelerator import Accelerator, CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.accelerators.xla import XLAAccelerator
-from fabric.strategies.name_registry import Registration, Registry
+from fabric.strategies.registry import Registration, Registry
 from fabric.strategies.tensors.rng import Rng
 
 _ACCELERATORS: Registry[Accelerator] = Registry(

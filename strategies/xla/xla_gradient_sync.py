@@ -7,8 +7,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.collectives.call_check import check_call
-from fabric.strategies.collectives.rank_zero import broadcast_from_rank_zero
+from fabric.strategies.collectives.fabric_calls_check import check_call
+from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.xla.collective import XLACollective
