@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.checks.nonfinite import GradientGuard, OnNonfinite
+from fabric.checks.nonfinite import OnNonfinite
 from fabric.checks.sanitizer import Sanitize
 from fabric.configure import arguments
 from fabric.configure.explain import configure
@@ -29,11 +29,9 @@ from fabric.loop.accumulation import Window
 from fabric.loop.backward import NO_MODEL
 from fabric.loop.gather_parameters import gathered
 from fabric.loop.moving_average import MovingAverage
-from fabric.loop.seed import seed_everything
 from fabric.loop.weighting import average_over_ranks
-from fabric.output.callbacks import call
-from fabric.output.logger import metric_writer, number_of, report_open_run
-from fabric.output.progress import progress
+from fabric.output.logger import report_open_run
+from fabric.output.output import Output
 from fabric.session import Session
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful, uncompiled
@@ -67,7 +65,7 @@ Loader = TypeVar("Loader", bound=Iterable[Any])
 Loader2 = TypeVar("Loader2", bound=Iterable[Any])
 
 
-class Fabric:
+class Fabric(Output):
     """Runs a PyTorch loop on any device, any number of processes, any sharding scheme. The loop stays the user's.
 
     The constructor checks all arguments before anything starts: what cannot be honoured raises ValueError or TypeError,
@@ -118,9 +116,7 @@ class Fabric:
         given = {name: value for name, value in locals().items() if name != "self"}
         self._request = request = Request.build(given, os.environ)
         self._configuration = configure(request, os.environ)
-        self._callbacks, self._loggers = request.callbacks, list(request.loggers)
-        for one in self._loggers:
-            metric_writer(one)  # raises if it has no method that takes metrics
+        super().__init__(request.callbacks, request.loggers)
         self._place: World | None = self._configuration.world  # set once this process is a rank, and kept after `close`
         self._session: Session | None = None  # between `launch` and `close`
         self.draws_apart = True
@@ -183,16 +179,6 @@ class Fabric:
     def collective(self) -> Collective:
         """The collectives over all ranks, for custom parallelism. `split` creates a `group` for the methods below."""
         return self._connected.runtime.collective
-
-    @property
-    def logger(self) -> Any:
-        """The first logger, or None."""
-        return self._loggers[0] if self._loggers else None
-
-    @property
-    def loggers(self) -> list[Any]:
-        """The loggers, in the order given. A logger may be appended at any time, also after `launch`."""
-        return self._loggers
 
     # Launching and closing
 
@@ -592,16 +578,7 @@ class Fabric:
         Ranks: all. Raises: ValueError: another word.
         """
         arguments.check_word("guard_gradients", "on_nonfinite", on_nonfinite, OnNonfinite)
-        session = self._connected
-        objects = session.objects
-        if session.guard is not None:
-            session.moments.remove(session.guard)
-            session.guard = None
-        if on_nonfinite is not None:
-            is_finite, scaler_of = objects.gradients_are_finite, objects.scaler_of
-            session.guard = GradientGuard(on_nonfinite, session.runtime, is_finite, scaler_of)
-            session.moments.add(session.guard)
-            session.guard.optimizers_set_up(objects.optimizers)
+        self._connected.guard_gradients(on_nonfinite)
 
     # Collectives
 
@@ -776,6 +753,37 @@ class Fabric:
         """
         self._connected.checkpoints.load_raw(path, obj, strict=strict)
 
+    def weights(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 64 * 2**20,
+        prefix: str = "",
+        *,
+        dequantize: bool = False,
+        merge_adapters: bool = False,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the names of a model's tensors and the whole tensors, for an engine of rollouts, an export or a
+        teacher, as `fabric.state_dict` has them, a few at a time:
+
+            for name, tensor in fabric.weights(model, torch.bfloat16):
+                if fabric.is_global_zero:
+                    engine.update(name, tensor)
+
+        Tensors are new, on this rank's device, on every rank; a tied tensor comes once, under its first name. `dtype`:
+        that of floating-point tensors; a cast before they are sent. `prefix`: of each name. `dequantize`: quantised
+        weights as plain tensors. `merge_adapters`: weights with peft's adapters merged into them.
+        A bucket of `bucket_bytes`, or of one larger tensor, is gathered before its first tensor is yielded: a rank that
+        is busy between tensors delays the others. A rank that leaves its loop early takes part in the buckets that
+        other ranks read, before its next line runs. Do not step the optimizer within the loop.
+        Ranks: all iterate, with the same arguments. Memory: two buckets, and the tensors that the loop holds.
+        """
+        from fabric.checkpoints.weights import Wanted, weights
+
+        session, inner = self._connected, uncompiled(model)
+        wanted = Wanted(dtype, bucket_bytes, prefix, dequantize, merge_adapters)
+        return weights(session.runtime, inner, session.objects.state_access(inner), wanted)
+
     @overload
     def state_dict(self, model: nn.Module, optimizer: None = None, *, all_ranks: bool = False) -> dict[str, Any]: ...
     @overload
@@ -809,47 +817,6 @@ class Fabric:
     def request_stop(self) -> None:
         """Make `should_stop` True on all ranks. Any rank may call it, alone."""
         self._connected.stop.request()
-
-    # Printing and logging
-
-    def print(self, *values: object, sep: str = " ", end: str = "\n", **options: Any) -> None:
-        """`print` on rank zero only, in one write, above the progress bar if one is shown."""
-        if self.is_global_zero:  # rich moves the lines of `sys.stdout` above its bar
-            print(sep.join(map(str, values)) + end, end="", **options)
-
-    def progress(self, iterable: Iterable[T], description: str = "", *, total: int | None = None) -> Iterator[T]:
-        """Iterate with a progress bar on rank zero: samples per second over all ranks, and the time left. `total`: the
-        number of items, if `len(iterable)` is not known."""
-        is_zero = self.is_global_zero
-        return progress(iterable, description, total=total, num_ranks=self.world_size, enabled=is_zero)
-
-    def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Log one metric to every logger, on rank zero."""
-        self.log_dict({name: value}, step)
-
-    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log metrics (numbers, or tensors of one element) to every logger, on rank zero.
-
-        A tensor on a device is waited for, if there are loggers. Raises: ValueError: a tensor of several elements.
-        """
-        if self.is_global_zero and self._loggers:
-            numbers = {name: number_of(name, each) for name, each in metrics.items()}
-            for logger in self._loggers:
-                metric_writer(logger)(dict(numbers), step=step)
-
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Log the hyperparameters to every logger that has `log_hyperparams`, on rank zero."""
-        if self.is_global_zero:
-            call(self._loggers, "log_hyperparams", dict(params))
-
-    def call(self, hook: str, *args: Any, **kwargs: Any) -> None:
-        """Run the method `hook` of every callback that has it, in the order given."""
-        call(self._callbacks, hook, *args, **kwargs)
-
-    @staticmethod
-    def seed_everything(seed: int, workers: bool = True) -> int:
-        """Seed Python, NumPy and torch on every device; every rank gets the same seed."""
-        return seed_everything(seed, workers=workers)
 
     # Internals
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, final
 
 from fabric.checks.check import Check, Moments
-from fabric.checks.nonfinite import Divergence, GradientGuard
+from fabric.checks.nonfinite import Divergence, GradientGuard, OnNonfinite
 from fabric.checks.sanitizer import Sanitizer, Watch
 from fabric.checks.shard_errors import explain_shards, shards_explained
 from fabric.configure.determinism import determinism
@@ -88,6 +88,17 @@ class Session:
             if sys.exc_info()[1] is None and "last_value" not in vars(sys):
                 for moment in self.moments.closing:
                     moment()
+
+    def guard_gradients(self, on_nonfinite: OnNonfinite | None) -> None:
+        """See `Fabric.guard_gradients`."""
+        if self.guard is not None:
+            self.moments.remove(self.guard)
+            self.guard = None
+        if on_nonfinite is not None:
+            objects = self.objects
+            self.guard = GradientGuard(on_nonfinite, self.runtime, objects.gradients_are_finite, objects.scaler_of)
+            self.moments.add(self.guard)
+            self.guard.optimizers_set_up(objects.optimizers)
 
     def explain(self, error: BaseException) -> None:
         """Add to an error with which the user's code ends what is known of its cause."""

@@ -30,6 +30,9 @@ class Int8(Tensor):
     def __init__(self, codes: Tensor, scales: Tensor) -> None:
         self.codes, self.scales = codes, scales
 
+    def dequantize(self) -> Tensor:
+        return values_of(self)
+
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["codes", "scales"], None
 

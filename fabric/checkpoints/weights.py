@@ -1,0 +1,310 @@
+"""The whole weights of a model, one bucket after another, under every strategy: `Fabric.weights`.
+
+A bucket is gathered completely before its first tensor is yielded, so no rank waits for another within a bucket. A rank
+that leaves its loop early takes part in the remaining buckets until all ranks have left. Made of the shards that a
+checkpoint is made of (`StateAccess.read_module_shards`); tensors that every rank holds whole are copied, not sent.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.checkpoint.tensors import TensorShards, memory_of, replicated
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.tensors.chunk import Chunk, Shape, whole
+from fabric.strategies.tensors.dtensor import user_class
+from fabric.strategies.tensors.wrapper_subclass import is_wrapped, plain_tensors
+
+_ALIGNMENT_BYTES = 16
+"""Of each chunk in a message: the size of the largest dtype, so that a message is read in place."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What one rank holds of a tensor."""
+
+    shape: Shape
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+    tied_to: str | None
+    """An earlier name of the same memory on this rank."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """A tensor to be gathered."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    holders: Mapping[Chunk, tuple[int, ...]]
+    layer: str | None
+    """The path of the layer with adapters that it belongs to, whose tensors are gathered in one bucket."""
+
+    @property
+    def num_bytes(self) -> int:
+        return whole(self.shape).numel * self.dtype.itemsize
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What `Fabric.weights` was asked for."""
+
+    dtype: torch.dtype | None
+    bucket_bytes: int
+    prefix: str
+    dequantize: bool
+    merge_adapters: bool
+
+
+def weights(runtime: Runtime, module: nn.Module, access: StateAccess, wanted: Wanted) -> Iterator[tuple[str, Tensor]]:
+    """See `Fabric.weights`. Ranks: all, with the same arguments. The plan is made now, and buckets as they are read."""
+    collective, dtype = runtime.collective, wanted.dtype
+    with torch.inference_mode(False), torch.no_grad():
+        held = access.read_module_shards(module)
+    if wanted.dequantize:
+        held = _unquantised(module, held)
+    own = {
+        name: value if isinstance(value, TensorShards) else replicated(value, (0,) if collective.rank == 0 else ())
+        for name, value in held.items()
+        if isinstance(value, (Tensor, TensorShards))
+    }
+    adapters = _Adapters(module) if wanted.merge_adapters else None
+    parts = collective.all_gather_object(_described(own, collective.rank))
+    layers: Mapping[str, nn.Module] = {} if adapters is None else adapters.layers
+    buckets = list(_filled(_planned(parts, layers, dtype), wanted.bucket_bytes))
+    gather = partial(_gather, collective, runtime.device, own)
+
+    def named(bucket: Sequence[_Planned]) -> list[tuple[str, Tensor]]:
+        found = [(each, tensor) for each, tensor in zip(bucket, gather(bucket), strict=True)]
+        pairs = [(each.name, tensor) for each, tensor in found] if adapters is None else adapters.merged(found, dtype)
+        return [(wanted.prefix + name, tensor) for name, tensor in pairs]
+
+    return _read(buckets, named, gather, partial(collective.reduce_boolean_decision, require_all=False))
+
+
+def _read(
+    buckets: Sequence[Sequence[_Planned]],
+    named: Callable[[Sequence[_Planned]], list[tuple[str, Tensor]]],
+    gather: Callable[[Sequence[_Planned]], object],
+    any_rank: Callable[[bool], bool],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of all buckets. A rank whose loop has ended gathers until no rank reads."""
+    remaining = iter(buckets)
+    try:
+        for bucket in remaining:
+            any_rank(True)
+            pairs = named(bucket)[::-1]
+            while pairs:  # without a reference to a tensor that the loop has dropped
+                yield pairs.pop()
+    except GeneratorExit:
+        for bucket in remaining:
+            if not any_rank(False):
+                break
+            gather(bucket)
+        raise
+
+
+def _described(own: Mapping[str, TensorShards], rank: int) -> dict[str, _Part]:
+    known: dict[Any, str] = {}
+    described = {}
+    for name, each in own.items():
+        shards = each.shards if rank in each.holders else ()
+        memory = (each.shape, *(memory_of(part) for _, part in shards))
+        tied_to = known.setdefault(memory, name) if shards else name
+        chunks = tuple(chunk for chunk, _ in shards)
+        described[name] = _Part(
+            shape=each.shape, dtype=each.dtype, chunks=chunks, tied_to=None if tied_to == name else tied_to
+        )
+    return described
+
+
+def _planned(
+    parts: Sequence[Mapping[str, _Part]], layers: Mapping[str, nn.Module], dtype: torch.dtype | None
+) -> Iterator[_Planned]:
+    """All tensors in rank 0's order, each with the ranks that hold its chunks; tied ones once."""
+    for name in dict.fromkeys(name for of_rank in parts for name in of_rank):
+        found = {rank: of_rank[name] for rank, of_rank in enumerate(parts) if name in of_rank}
+        if any(each.tied_to is not None for each in found.values()):
+            continue
+        holders: dict[Chunk, tuple[int, ...]] = {}
+        for rank, each in found.items():
+            holders.update({chunk: (*holders.get(chunk, ()), rank) for chunk in each.chunks})
+        first = next((each for each in found.values() if each.chunks), next(iter(found.values())))
+        layer = _layer_of(name, layers)
+        is_cast = dtype is not None and first.dtype.is_floating_point and layer is None
+        kept = dtype if is_cast and dtype is not None else first.dtype
+        yield _Planned(name=name, shape=first.shape, dtype=kept, holders=holders, layer=layer)
+
+
+def _filled(tensors: Iterator[_Planned], bucket_bytes: int) -> Iterator[list[_Planned]]:
+    """Buckets of at most so many bytes, or of one tensor or one layer with adapters that is larger."""
+    bucket: list[_Planned] = []
+    filled = 0
+    for each in tensors:
+        continues = bucket and each.layer is not None and bucket[-1].layer == each.layer
+        if bucket and not continues and filled + each.num_bytes > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(each)
+        filled += each.num_bytes
+    if bucket:
+        yield bucket
+
+
+# Note [What a bucket costs]
+# Ranks that hold nearly equal parts send them in one all-gather. Otherwise, as where a stage of a pipeline holds all of
+# it, each holder broadcasts its part: to fill up the messages of the others would take as many times the memory as
+# there are ranks. At the peak a rank has the bucket as it was received and as whole tensors.
+
+
+def _gather(
+    collective: Collective, device: torch.device, own: Mapping[str, TensorShards], bucket: Sequence[_Planned]
+) -> list[Tensor]:
+    """The whole tensors of a bucket, in new memory. Ranks: all, with the same bucket."""
+    places: dict[int, list[tuple[int, Chunk, int]]] = {}
+    lengths: dict[int, int] = {}
+    for index, each in enumerate(bucket):
+        for chunk, holders in each.holders.items():
+            if len(holders) < collective.size:
+                start = lengths.get(holders[0], 0)
+                places.setdefault(holders[0], []).append((index, chunk, start))
+                num_bytes = chunk.numel * each.dtype.itemsize
+                lengths[holders[0]] = start + -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+    def part(index: int, chunk: Chunk) -> Tensor:
+        tensor = dict(own[bucket[index].name].shards)[chunk]
+        return tensor.dequantize() if is_wrapped(tensor) else tensor
+
+    def elements(row: Tensor, index: int, chunk: Chunk, start: int) -> Tensor:
+        dtype = bucket[index].dtype
+        return row[start : start + chunk.numel * dtype.itemsize].view(dtype).view(chunk.shape)
+
+    def packed(num_bytes: int) -> Tensor:
+        row = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        for index, chunk, start in places.get(collective.rank, ()):
+            elements(row, index, chunk, start).copy_(part(index, chunk))
+        return row
+
+    with torch.inference_mode(False), torch.no_grad():
+        longest = max(lengths.values(), default=0)
+        is_even = 4 * longest * collective.size <= 5 * sum(lengths.values())
+        rows = collective.all_gather(packed(longest)) if longest and is_even else None
+        made = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in bucket]
+        for rank, mine in places.items():
+            if rows is None:
+                own_row = packed(lengths[rank]) if rank == collective.rank else None
+                sent = torch.empty(lengths[rank], dtype=torch.uint8, device=device) if own_row is None else own_row
+            row = collective.broadcast(sent, src=rank) if rows is None else rows[rank]
+            for index, chunk, start in mine:
+                made[index][chunk.slices_in(whole(bucket[index].shape))].copy_(elements(row, index, chunk, start))
+        for index, each in enumerate(bucket):
+            for chunk, holders in each.holders.items():
+                if len(holders) == collective.size:
+                    made[index][chunk.slices_in(whole(each.shape))].copy_(part(index, chunk))
+    return made
+
+
+def _unquantised(module: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with each wrapped tensor in place of its plain ones; it is dequantised when it is sent."""
+    state: dict[str, Any] = {}
+    wrapped = {
+        key: (name, each.detach())
+        for name, each in module.named_parameters(remove_duplicate=False)
+        if is_wrapped(each)
+        for key in plain_tensors(each.detach(), name)
+    }
+    for key, value in held.items():
+        name, tensor = wrapped.get(key, (key, value))
+        state[name] = tensor
+    return state
+
+
+def _layer_of(name: str, layers: Mapping[str, nn.Module]) -> str | None:
+    pieces = name.split(".")
+    return next((path for end in range(len(pieces)) if (path := ".".join(pieces[:end])) in layers), None)
+
+
+@final
+class _Adapters:
+    """The layers of a model of peft that have adapters, and the weights into which these are merged.
+
+    Each layer is merged by its own `merge`, in a copy of its modules that has the whole tensors: nothing changes in the
+    model. Names and values are those of `model.merge_and_unload().state_dict()`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        named = dict(module.named_modules(remove_duplicate=False))
+        self.layers = {
+            path: part
+            for path, part in named.items()
+            if callable(getattr(part, "merge", None)) and isinstance(getattr(part, "base_layer", None), nn.Module)
+        }
+        if not self.layers:
+            raise ValueError(
+                f"`fabric.weights(model, merge_adapters=True)`: `{type(module).__name__}` has no layer with adapters, "
+                "a module with a `base_layer` and a method `merge`, as those of peft. Leave `merge_adapters` out."
+            )
+        self._root = "base_model.model." if "base_model.model" in named else ""
+        self._replaced = {
+            f"{path}.": f"{path}.modules_to_save.{part.active_adapters[0]}."
+            for path, part in named.items()
+            if isinstance(getattr(part, "modules_to_save", None), nn.ModuleDict) and "original_module" in part._modules
+        }
+
+    def merged(self, found: Sequence[tuple[_Planned, Tensor]], dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
+        """The tensors of a bucket under the names of the model without adapters."""
+        pairs: dict[str, Tensor] = {}
+        for layer, members in groupby(found, lambda each: each[0].layer):
+            if layer is None:
+                named = ((self._name(each.name), tensor) for each, tensor in members)
+                pairs.update({name: tensor for name, tensor in named if name is not None})
+            else:
+                tensors = {each.name.removeprefix(f"{layer}."): tensor for each, tensor in members}
+                pairs.update({f"{layer}.{name}": each for name, each in self._merged_layer(layer, tensors, dtype)})
+        return [(name.removeprefix(self._root), tensor) for name, tensor in pairs.items()]
+
+    def _merged_layer(
+        self, path: str, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        copy: Any = _copy_of(self.layers[path], tensors)
+        with torch.inference_mode(False), torch.no_grad():
+            copy.merge(adapter_names=list(copy.active_adapters))
+        for name, tensor in copy.base_layer.state_dict().items():
+            plain = tensor.dequantize() if is_wrapped(tensor) else tensor
+            yield name, plain.to(dtype) if plain.is_floating_point() and dtype else plain
+
+    def _name(self, name: str) -> str | None:
+        """The name without the wrapper of `modules_to_save`; None for the module that it replaces."""
+        for path, active in self._replaced.items():
+            if name.startswith(path):
+                return path + name.removeprefix(active) if name.startswith(active) else None
+        return name
+
+
+def _copy_of(part: nn.Module, tensors: Mapping[str, Tensor], path: str = "") -> nn.Module:
+    """A copy of a module and its submodules with these tensors, without hooks and the strategy's code."""
+    kind = user_class(part)
+    made: nn.Module = object.__new__(kind)
+    for name, value in vars(part).items():
+        copied = dict(value) if isinstance(value, dict) else list(value) if type(value) is list else value
+        if name != "forward":
+            vars(made)[name] = {} if name.endswith("_hooks") else copied
+    for name, parameter in part._parameters.items():
+        if parameter is not None:
+            made._parameters[name] = nn.Parameter(tensors[path + name], requires_grad=False)
+    for name in part._buffers:
+        made._buffers[name] = tensors.get(path + name, part._buffers[name])
+    for name, child in part._modules.items():
+        made._modules[name] = None if child is None else _copy_of(child, tensors, f"{path}{name}.")
+    return made

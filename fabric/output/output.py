@@ -1,0 +1,83 @@
+"""What a program prints, shows and logs: on rank zero only, whichever rank calls.
+
+`Fabric` extends it with everything that knows of a launch.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from fabric.loop.seed import seed_everything
+from fabric.output.callbacks import call
+from fabric.output.logger import metric_writer, number_of
+from fabric.output.progress import progress
+
+T = TypeVar("T")
+
+
+class Output(ABC):
+    """The callbacks and loggers of a fabric, and what rank zero prints."""
+
+    def __init__(self, callbacks: Sequence[Any], loggers: Sequence[Any]) -> None:
+        self._callbacks, self._loggers = callbacks, list(loggers)
+        for one in self._loggers:
+            metric_writer(one)  # raises if it has no method that takes metrics
+
+    @property
+    @abstractmethod
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """The number of ranks on all nodes."""
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return self._loggers[0] if self._loggers else None
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The loggers, in the order given. A logger may be appended at any time, also after `launch`."""
+        return self._loggers
+
+    def print(self, *values: object, sep: str = " ", end: str = "\n", **options: Any) -> None:
+        """`print` on rank zero only, in one write, above the progress bar if one is shown."""
+        if self.is_global_zero:  # rich moves the lines of `sys.stdout` above its bar
+            print(sep.join(map(str, values)) + end, end="", **options)
+
+    def progress(self, iterable: Iterable[T], description: str = "", *, total: int | None = None) -> Iterator[T]:
+        """Iterate with a progress bar on rank zero: samples per second over all ranks, and the time left. `total`: the
+        number of items, if `len(iterable)` is not known."""
+        is_zero = self.is_global_zero
+        return progress(iterable, description, total=total, num_ranks=self.world_size, enabled=is_zero)
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Log one metric to every logger, on rank zero."""
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log metrics (numbers, or tensors of one element) to every logger, on rank zero.
+
+        A tensor on a device is waited for, if there are loggers. Raises: ValueError: a tensor of several elements.
+        """
+        if self.is_global_zero and self._loggers:
+            numbers = {name: number_of(name, each) for name, each in metrics.items()}
+            for logger in self._loggers:
+                metric_writer(logger)(dict(numbers), step=step)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Log the hyperparameters to every logger that has `log_hyperparams`, on rank zero."""
+        if self.is_global_zero:
+            call(self._loggers, "log_hyperparams", dict(params))
+
+    def call(self, hook: str, *args: Any, **kwargs: Any) -> None:
+        """Run the method `hook` of every callback that has it, in the order given."""
+        call(self._callbacks, hook, *args, **kwargs)
+
+    @staticmethod
+    def seed_everything(seed: int, workers: bool = True) -> int:
+        """Seed Python, NumPy and torch on every device; every rank gets the same seed."""
+        return seed_everything(seed, workers=workers)
