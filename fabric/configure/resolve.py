@@ -61,6 +61,8 @@ class Resolved:
     """The existing world; None if our launcher makes it."""
     topology: Topology
     """The number of processes and nodes."""
+    machine: Machine
+    """The machine for which this was chosen."""
     settings: tuple[Setting, ...] = ()
     """Every setting, with its source. Added by `configure`."""
 
@@ -96,6 +98,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
         max_restarts=DEFAULT_MAX_RESTARTS if request.max_restarts is None else request.max_restarts,
         world=machine.world,
         topology=topology,
+        machine=machine,
     )
 
 

@@ -122,6 +122,12 @@ class Output:
                 stream.flush()
             _write(self._files[rank], f"\n{words}\n".encode())
 
+    def note_failure(self, words: str) -> None:
+        """Add the message of a failed launch to `failures.log`, beside the files of the ranks."""
+        if self._topology.log_dir is not None:
+            with Path(self._topology.log_dir, "failures.log").open("a", encoding="utf-8") as file:
+                file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')}: {words}\n")
+
     def end(self, rank: int) -> None:
         """Copy the rest of what an ended rank has written, and close its pipes."""
         for stream in self._streams.pop(rank, ()):

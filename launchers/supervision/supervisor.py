@@ -113,6 +113,10 @@ class Supervisor:
         self._kill()
         while self._running:
             self._poll()
+        if self.failures and self.ended_by is None:
+            num_nodes = self.topology.num_nodes
+            words = failure.describe(self.failures, self.topology.size, self.departures, num_nodes=num_nodes)
+            self._output.note_failure(words)
         self._point.close(failed=error is not None or bool(self.failures))
         self._guardian.close()
         self._selector.close()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
 from processes import run, running
+
+from fabric.launchers.process.failure import REASONS
 
 PROGRAM = """
 import os, signal, sys
@@ -90,6 +93,14 @@ def test_the_file_of_a_rank_that_fails_ends_with_its_traceback(tmp_path: Path, h
     text = contents(tmp_path)["rank-1.log"]
     assert "the last words" in text
     assert words in text.strip().splitlines()[-1] or "killed by SIGKILL" in text
+    (failure,) = re.findall(r"^# \d+-\d+-\d+ \d+:\d+:\d+: (.*)$", contents(tmp_path)["failures.log"], re.MULTILINE)
+    assert (
+        failure
+        == {
+            "raise": "rank 1 of 2 failed first: ValueError: boom",
+            "kill": f"rank 1 of 2 failed first: killed by SIGKILL ({REASONS[signal.SIGKILL]})",
+        }[how]
+    )
 
 
 @pytest.mark.slow
