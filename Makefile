@@ -24,7 +24,7 @@ PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 CONSTRAINTS := constraints.txt
 PIP_INSTALL = $(PIP) --constraint $(CONSTRAINTS)
 # Tests that have targets of their own are left to them; the ten slowest are shown.
-APART := --ignore tests/test_examples.py --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking --ignore tests/device --ignore tests/browser --durations 10
+APART := --ignore tests/test_examples.py --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking --ignore tests/device --ignore tests/browser --ignore tests/site --durations 10
 # Tests wait for their ranks: three run at a time, on two cores. `WORKERS=0` runs one after the other, as a debugger
 # needs it.
 WORKERS ?= 3
@@ -32,7 +32,7 @@ AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo docs environment slurm browser device test test-thorough test-kernels docs test-examples test-browser test-clients test-clusters test-device test-device-thorough test-today test-on-device test-on-device-thorough test-on-today test-gpu test-horovod test-xla lint check bench numbers optimizers clean
+.PHONY: demo docs pictures environment slurm browser device test test-thorough test-kernels docs test-examples test-browser test-clients test-clusters test-device test-device-thorough test-today test-on-device test-on-device-thorough test-on-today test-gpu test-horovod test-xla lint check bench numbers optimizers clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -64,8 +64,8 @@ KERNELS ?= foreach fused
 test-kernels: environment  ## What steps optimizers, with foreach as their default, and with fused
 	$(RUN)/bin/python -m pytest $(AT_A_TIME) -m 'not thorough' $(KERNELS:%=--optimizers %) $(STEPS) $(PYTEST_ARGS)
 
-test-examples: environment  ## The programs of examples/
-	$(RUN)/bin/python -m pytest tests/test_examples.py $(PYTEST_ARGS)
+test-examples: environment  ## The programs of examples/ and of the pages
+	$(RUN)/bin/python -m pytest tests/test_examples.py tests/site $(PYTEST_ARGS)
 
 test-browser: environment browser docs  ## Pages, seen by a real browser without a network; pictures in .pytest_cache/pictures
 	timeout 600 $(RUN)/bin/python -m pytest tests/browser $(PYTEST_ARGS)
@@ -142,6 +142,9 @@ numbers: environment  ## The suite over every strategy; writes the table of docs
 # Nothing is fetched: neither here, nor by who reads the pages. A warning is an error, also one about a link within them.
 docs: $(DOCS)/docs.done  ## The site: build/site/index.html, which a browser opens as a file; its search works there too
 	$(DOCS)/bin/sphinx-build --quiet --fail-on-warning --keep-going --doctree-dir build/doctrees docs build/site
+
+pictures: environment  ## What terminals show in the tutorial, written to docs/_static/terminal
+	$(RUN)/bin/python tests/site/terminal.py
 
 optimizers: environment  ## Each optimizer under every strategy; writes the table of docs/how-to/optimizers.md
 	$(RUN)/bin/python tests/conformance/optimizers.py
