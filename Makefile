@@ -136,7 +136,7 @@ check: test-thorough test-today test-kernels test-device test-device-thorough ot
 bench: $(RUN)/bench.done device  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)
 
-numbers: environment  ## The suite over every strategy; writes the table of docs/explanation/numbers.md
+numbers: environment  ## The suite over every strategy; writes the table of docs/measurements/numbers.md
 	PYTHONPATH=tests/conformance $(RUN)/bin/python tests/conformance/measured.py
 
 # Nothing is fetched: neither here, nor by who reads the pages. A warning is an error, also one about a link within them.
@@ -146,7 +146,7 @@ docs: $(DOCS)/docs.done  ## The site: build/site/index.html, which a browser ope
 pictures: environment  ## What terminals show in the tutorial, written to docs/_static/terminal
 	$(RUN)/bin/python tests/site/terminal.py
 
-optimizers: environment  ## Each optimizer under every strategy; writes the table of docs/how-to/optimizers.md
+optimizers: environment  ## Each optimizer under every strategy; writes the table of docs/measurements/optimizers.md
 	$(RUN)/bin/python tests/conformance/optimizers.py
 
 lint: $(LINT)/copy.done  ## Style, and types: of the package as it is installed, and of a program that uses it

@@ -219,13 +219,13 @@ def test_a_block_of_python_in_the_pages_runs(block: str, tmp_path: Path) -> None
     run_program(str(script), cwd=tmp_path, expect=1 if block in blocks_that_fail() else 0)
 
 
-def test_the_loop_of_stop_md_that_is_preempted_twice_ends_with_the_best_epoch_of_one_that_is_not(
+def test_the_loop_of_preemption_md_that_is_preempted_twice_ends_with_the_best_epoch_of_one_that_is_not(
     tmp_path: Path,
 ) -> None:
     ends = []
     for folder, epochs in ((tmp_path / "whole", []), (tmp_path / "preempted", ["epoch 3:", "epoch 6:"])):
         folder.mkdir()
-        (folder / "train.py").write_text(blocks_of_python()["how-to/stop.md-2"])
+        (folder / "train.py").write_text(blocks_of_python()["how-to/preemption.md-1"])
         for epoch in epochs:
             command = [sys.executable, "-u", "train.py"]
             with template.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""`make numbers`: run the suite over each strategy, and write the table in `docs/explanation/numbers.md`.
+"""`make numbers`: run the suite over each strategy, and write the table in `docs/measurements/numbers.md`.
 
 The rows of `rows.py` that run all cases on two ranks (one, where a strategy has one process). It takes some minutes.
 """
@@ -13,7 +13,7 @@ from rows import Row, rows
 
 from fabric.testing import Finding, cases, survey
 
-PAGE = Path(__file__).parents[2] / "docs/explanation/numbers.md"
+PAGE = Path(__file__).parents[2] / "docs/measurements/numbers.md"
 BEGIN, END = "<!-- measured: make numbers -->\n", "<!-- end -->\n"
 
 

@@ -1,5 +1,5 @@
 """`make optimizers`: step each optimizer under each strategy, and write what was seen as the table of
-`docs/how-to/optimizers.md`: the weights beside those of one process, and what a step sends beside one of SGD.
+`docs/measurements/optimizers.md`: the weights beside those of one process, and what a step sends beside one of SGD.
 
 Every rank has the same batch, so gradients are those of one process to the last bit, and only the optimizer's step can
 differ: SOAP, whose matrices are singular here, or Muon, which computes in bfloat16, would make much of a last bit.
@@ -28,7 +28,7 @@ from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, 
 from fabric.strategies.tensors.dtensor import whole
 from fabric.strategies.tensors.nests import tensors_in
 
-PAGE = Path(__file__).parents[2] / "docs/how-to/optimizers.md"
+PAGE = Path(__file__).parents[2] / "docs/measurements/optimizers.md"
 BEGIN, END = "<!-- measured: make optimizers -->\n", "<!-- end -->\n"
 TOLERANCE = 1e-5
 STEPS = 5

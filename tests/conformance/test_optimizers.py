@@ -1,4 +1,4 @@
-"""The table of `docs/how-to/optimizers.md` is what is seen."""
+"""The table of `docs/measurements/optimizers.md` is what is seen."""
 
 from __future__ import annotations
 

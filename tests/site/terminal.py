@@ -1,6 +1,6 @@
 """`make pictures`: what a reader sees in a terminal, from real runs, as pictures in `docs/_static/terminal`.
 
-The programs are those of the tutorial. Each runs on a pseudo-terminal, so that colours and bars are those of a terminal.
+The programs are those of the tutorial. Each runs on a pseudo-terminal, with its colours and bars.
 """
 
 import os
