@@ -27,7 +27,7 @@ from fabric.configure.request import Request
 from fabric.launchers.world import World
 from fabric.loop.accumulation import Window
 from fabric.loop.backward import NO_MODEL
-from fabric.loop.gather_parameters import gathered
+from fabric.loop.gather_parameters import gathered, gathered_for_forward
 from fabric.loop.moving_average import MovingAverage
 from fabric.loop.weighting import average_over_ranks
 from fabric.output.logger import report_open_run
@@ -480,7 +480,9 @@ class Fabric(Output):
             raise ValueError(self.strategy.lacks["ema"])
         return MovingAverage(prepared, decay)
 
-    def gathered(self, module: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
+    def gathered(
+        self, module: nn.Module, *, write: bool = False, for_forward: bool = False
+    ) -> AbstractContextManager[None]:
         """Context: the parameters of a prepared model, or of a submodule of it, are whole, also where the strategy has
         them in shards. For what reads weights outside of forward, such as a penalty in the loss:
 
@@ -490,7 +492,7 @@ class Fabric(Output):
             fabric.backward(loss)
 
         There they are copies of the shards, through which gradients flow, averaged over the ranks as those of forward;
-        elsewhere the parameters themselves. Do not call the model within.
+        elsewhere the parameters themselves. Do not call the model within, unless `for_forward`.
         `write=True`: for what changes weights, such as a mask after a step. Every rank writes the same values:
 
             optimizer.step()
@@ -500,12 +502,17 @@ class Fabric(Output):
         At its end the ranks compare what they have, and write it into the shards and into the weights that an engine
         trains. `model.state_dict()` is whole within, and `model.load_state_dict(whole)` is right in the second form.
         After an exception within, nothing is written into shards.
+        `for_forward=True`: the model may be called, and generate, without gradients and without messages: ranks may
+        run different numbers of forwards. Memory: the whole model, on every rank.
         Ranks: all, with the same module. Memory: the copies, until backward if they are in the loss.
         Raises: RuntimeError: a copy was changed in place without `write=True`; or, on every rank, ranks have written
         other values, such as rank 0 alone.
         """
         inner, session = uncompiled(module), self._connected
         model = next((each for each in session.objects.models.values() if each.holds(inner)), None)
+        if for_forward:
+            arguments.refuse_writing(write)
+            return gathered_for_forward(inner, model, session.runtime)
         layout = session.runtime.layout if model is None else model.layout
         is_alike = layout.weights != "any"
         return gathered(inner, model, self.collective, is_alike=is_alike, write=write)

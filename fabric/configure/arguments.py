@@ -85,3 +85,12 @@ def _what(value: object) -> str:
 
 
 _SETUP = "Write `fabric.setup(module, optimizer, ..., scheduler=scheduler)`, once for each module."
+
+
+def refuse_writing(write: bool) -> None:
+    """Raise ValueError if weights would be written where forwards run."""
+    if write:
+        raise ValueError(
+            "`fabric.gathered(model, write=True, for_forward=True)`: forwards run with copies of the weights. Write in "
+            "one context, and call the model in another."
+        )

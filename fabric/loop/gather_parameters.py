@@ -1,7 +1,7 @@
 """Whole parameters of a model, read or written outside of its forward, under every strategy: `Fabric.gathered`."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast, final
 
 import torch
@@ -9,7 +9,10 @@ from torch import Tensor, nn
 
 from fabric.strategies.checkpoint.state import PLAIN
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.prepared import Prepared
+from fabric.strategies.module.deepcopy import user_hooks_alone
+from fabric.strategies.module.forward import ForwardPath
+from fabric.strategies.prepared import Prepared, with_precision
+from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.digest import numbers_of
 from fabric.strategies.tensors.dtensor import as_sharded
 
@@ -31,7 +34,7 @@ def gathered(
     access = PLAIN if prepared is None else prepared.state
     parameters = [each for each in module.parameters() if isinstance(each, nn.Parameter)]  # no copy of an outer context
     with torch.set_grad_enabled(torch.is_grad_enabled() and not write):
-        whole = zip(parameters, access.gather(parameters), strict=True)
+        whole = [(each, copy) for each in parameters for copy in access.gather([each])]
     copies = {each: copy for each, copy in whole if copy is not each}
     if write:  # leaves of the graph, as they are in one process
         copies = {each: nn.Parameter(copy.detach(), each.requires_grad) for each, copy in copies.items()}
@@ -95,6 +98,29 @@ class _Place:
                 state[prefix + name] = each
 
 
+@contextmanager
+def gathered_for_forward(module: nn.Module, prepared: Prepared | None, runtime: Runtime) -> Iterator[None]:
+    """See `Fabric.gathered`: the module runs the user's own code and hooks, and the precision's, without messages."""
+    access = PLAIN if prepared is None else prepared.state
+    if len(access.shapes(module)) > len(PLAIN.shapes(module)):
+        raise ValueError(_IN_STAGES.format(model=type(module).__name__))
+    with ExitStack() as stack:
+        with torch.inference_mode(False), torch.no_grad():
+            stack.enter_context(gathered(module, prepared, runtime.collective, is_alike=False, write=False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(user_hooks_alone(module))
+        for part in module.modules():
+            path = vars(part).get("mark_forward_method")
+            if isinstance(path, ForwardPath):
+                is_model = prepared is not None and path is prepared.path
+                stack.callback(path.bypass(with_precision(runtime, None) if is_model else None))
+        yield
+
+
+_IN_STAGES = (
+    "`fabric.gathered(model, for_forward=True)`: this rank has some of the layers of `{model}`, as in a pipeline, and "
+    "cannot run it. Send `fabric.weights(model)` to a model that is not split, and generate with that."
+)
 _WRITTEN = (
     "A parameter of `{model}` was changed within `fabric.gathered`, where it is a copy of the weight in shards: the "
     "change is lost. Write `with fabric.gathered(model, write=True):`, on every rank."

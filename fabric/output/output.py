@@ -11,6 +11,7 @@ from fabric.loop.seed import seed_everything
 from fabric.output.callbacks import call
 from fabric.output.logger import metric_writer, number_of
 from fabric.output.progress import progress
+from fabric.output.rank_logger import RankLogger
 
 T = TypeVar("T")
 
@@ -27,6 +28,11 @@ class Output(ABC):
     @abstractmethod
     def is_global_zero(self) -> bool:
         """Whether this is rank 0."""
+
+    @property
+    @abstractmethod
+    def global_rank(self) -> int:
+        """This process's rank over all nodes, from 0."""
 
     @property
     @abstractmethod
@@ -47,6 +53,17 @@ class Output(ABC):
         """`print` on rank zero only, in one write, above the progress bar if one is shown."""
         if self.is_global_zero:  # rich moves the lines of `sys.stdout` above its bar
             print(sep.join(map(str, values)) + end, end="", **options)
+
+    def get_logger(self, name: str | None = None, all_ranks: bool = False) -> RankLogger:
+        """A logger of Python's `logging` that logs on rank zero only, or on all ranks.
+
+            log = fabric.get_logger(__name__)
+            log.info("epoch %d", epoch)
+
+        A record has the attribute `rank`: `logging.Formatter("%(rank)d %(message)s", defaults={"rank": "-"})` shows it,
+        and "-" in the records of other loggers. Levels and handlers are those of `logging.getLogger(name)`.
+        """
+        return RankLogger(name, lambda: self.global_rank, all_ranks=all_ranks)
 
     def progress(self, iterable: Iterable[T], description: str = "", *, total: int | None = None) -> Iterator[T]:
         """Iterate with a progress bar on rank zero: samples per second over all ranks, and the time left. `total`: the

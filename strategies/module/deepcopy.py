@@ -48,6 +48,28 @@ def own_hooks(module: nn.Module, *, are_copied: bool) -> Iterator[None]:
         hooks.update({key: own(hook) for key, hook in hooks.items() if key not in before})
 
 
+@contextmanager
+def user_hooks_alone(module: nn.Module) -> Iterator[None]:
+    """Context: the module and its submodules run the user's forward hooks, and none of a strategy or its backend."""
+    removed = []
+    for hooks in _hooks_of(module):
+        before = dict(hooks)
+        for key, hook in before.items():
+            if isinstance(hook, Hook) or getattr(hook, "__module__", "").startswith(_OF_BACKENDS):
+                del hooks[key]
+        removed.append((hooks, before))
+    try:
+        yield
+    finally:
+        for hooks, before in removed:
+            added = {key: hook for key, hook in hooks.items() if key not in before}
+            hooks.clear()
+            hooks.update(before | added)
+
+
+_OF_BACKENDS = ("fabric.", "torch.distributed.", "deepspeed.", "fairscale.")
+
+
 def forget_copied_hooks(module: nn.Module) -> None:
     """Remove the hooks that do nothing from a copy."""
     for hooks in _hooks_of(module):

@@ -16,6 +16,7 @@ from torch import nn
 
 from fabric.strategies.module.deepcopy import forget_copied_hooks
 from fabric.strategies.torch_internals import disable_dynamo, require_compiler
+from fabric.strategies.undo import replace_attributes
 
 eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 _compiler: Callable[[], object] = getattr(eval_frame, "get_eval_frame_callback", lambda: None)
@@ -77,6 +78,14 @@ class ForwardPath:
         self._replace(name)
         self._given[name] = given
 
+    def bypass(self, around: Around | None) -> Callable[[], None]:
+        """Run the wrapped methods with `around` instead of the strategy's code. Returns a function that undoes it."""
+        kind, methods = type(self.module), dict[str, Any]()
+        for name, given in self._given.items():
+            function = getattr(kind, name).__get__(self.module) if given is None else given
+            methods[name] = function if around is None else _Around(around, function)
+        return replace_attributes(self.module, **methods)
+
     def release(self) -> None:
         """Restore the module's own methods."""
         for name, given in self._given.items():
@@ -133,6 +142,18 @@ class _Method:
         if self._given is not None:
             return _itself, (self._given,)
         return getattr, (self._path.module, self._name)  # unpickled in a copy, whose class has the plain method
+
+
+@final
+class _Around:
+    """A method of the user's module within `around`."""
+
+    def __init__(self, around: Around, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._around, self._function = around, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._around(self._function, args, kwargs)
 
 
 def _not_prepared(name: str, method: str | Callable[..., Any]) -> None:
