@@ -2,13 +2,11 @@
 
 import logging
 from collections.abc import Callable, MutableMapping
-from typing import TYPE_CHECKING, Any, final
-
-Adapter = logging.LoggerAdapter[logging.Logger] if TYPE_CHECKING else logging.LoggerAdapter
+from typing import Any, final
 
 
 @final
-class RankLogger(Adapter):
+class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # Python 3.10 has no argument there
     """Logs on rank zero, or on all ranks. Each record has the attribute `rank`.
 
     `rank`: returns the rank; read when something is logged.
