@@ -114,7 +114,7 @@ class LoaderPositions:
             elif state is not None:
                 own = in_memory(state[OF_RANKS][self._collective.rank] if OF_RANKS in state else state)
                 loader.load_state_dict(own)
-                if "loader" in own or own.get("order", {}).get("samples"):
+                if "loader" in own or own["cursor"]["samples"]:
                     self._report(_CONTINUES.format(number=number, name=loader_name(loader), place=_place(own)))
 
     def _position(self, number: int, loader: DeviceLoader) -> Any:
@@ -161,7 +161,7 @@ class LoaderPositions:
         try:
             loader.fitting(own)
         except ValueError as error:
-            if own.get("order", {}).get("batches") or own.get("order", {}).get("samples"):
+            if own.get("cursor", {}).get("batches") or own.get("cursor", {}).get("samples"):
                 raise ValueError(f"{error} {_OR_ANEW}") from None
             return str(error)
         return None
@@ -170,7 +170,7 @@ class LoaderPositions:
 def _place(state: dict[str, Any]) -> str:
     if "loader" in state:
         return "where it was saved"
-    return f"epoch {state['order']['epoch']} after {state['order']['samples']} samples"
+    return f"epoch {state['cursor']['epoch']} after {state['cursor']['samples']} samples"
 
 
 _OTHER_NUMBER = (

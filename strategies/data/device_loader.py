@@ -1,27 +1,25 @@
 """The prepared loader that `setup_dataloaders` returns: this rank's batches, on this rank's device."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from threading import get_ident
-from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
+from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from fabric.strategies.data import huggingface
-from fabric.strategies.data.epochs import Cursor, Epoch, Order
-from fabric.strategies.data.loop_progress import Iteration, LoopProgress
-from fabric.strategies.data.partition import Cut, Share, length_of
+from fabric.strategies.data.cursor import Cursor, Iteration
+from fabric.strategies.data.epochs import Epoch, Order
+from fabric.strategies.data.loop_progress import LoopProgress
+from fabric.strategies.data.partition import Cut, RoundRobinCut, Share, length_of
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.sources import IndexSource, PreparedStream
 from fabric.strategies.data.transfer import Carry, one_by_one
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart
-
-Over: TypeAlias = Literal["end", "early"]
-"""An epoch is over, at the end of this rank's data, or earlier, because another rank's has ended."""
 
 
 @runtime_checkable
@@ -61,8 +59,8 @@ class Reading:
 
     source: Iterable[Any]
     """The iterated object: the user's loader, a copy of it, or this rank's share of an iterable."""
-    order: Order | None = None
-    """The order of samples that all ranks share; None if each rank has its own."""
+    order: Order = field(default_factory=lambda: Order(0, {}, []))
+    """The epochs, and the order of their samples."""
     index: IndexSource | None = None
     """Replaces the sampler, if the loader has one."""
     stream: PreparedStream | None = None
@@ -91,21 +89,10 @@ class Reading:
     trains: bool = True
     """Whether the loop trains on the batches."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """A position that was loaded, for the next iteration."""
-
-    loader: Any = None
-    """The state of a loader with one of its own; None: it begins an epoch."""
-    over: Over | None = None
-    """Where the epoch of the position has ended."""
-    has_ended: bool = False
-    """Whether this rank had no batch of its own left, and repeated its last one while other ranks went on."""
-    epoch: int | None = None
-    """The number of the epoch; None if it is not known."""
-    is_spent: bool = False
-    """Whether the loop must find this epoch at its end, before the next one begins."""
+    @property
+    def cut(self) -> Cut:
+        """How the order is divided into batches."""
+        return next((each.cut for each in (self.index, self.stream) if each is not None and each.cut), _WHOLE)
 
 
 def loader_name(loader: object) -> str:
@@ -122,85 +109,84 @@ class DeviceLoader:
 
     def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
         self._loader, self._reading = loader, reading
-        self._resumes = self._has_begun = False
-        self._has_warned = False
-        self._restored: Restored | None = None
-        self._begun_at: Restored | None = None
-        """The restored position at which the latest iteration began."""
-        self._started_at: Cursor | None = Cursor()
-        """Where the latest iteration began. None: where the user's loader resumed."""
+        self._has_begun = self._has_warned = False
+        self._restored: Any = None
+        """The restored state of a loader that saves its own position."""
         self._epoch: int | None = None
         """The number that was passed to `set_epoch`, here or in the saved run."""
         self._told_before: list[int | None] = []
         """`_told` when the latest iteration began."""
         self.iteration = Iteration()
         """The latest iteration."""
+        self._begun_at = Cursor()
+        """Where the latest iteration began."""
         self.numbers_samplers = False
         """Whether each iteration passes its number to the user's sampler (`set_epoch`), which torch leaves to the
         loop."""
 
     def seed_workers_by_rank(self, rank: int) -> None:
         """Seed workers over a map-style dataset differently on each rank, although the ranks' generators are alike."""
-        if self._reading.order is not None:
-            self._reading.order.rank = rank
+        self._reading.order.rank = rank
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. It is counted at its second batch, its end, or a backward pass, whichever comes first."""
-        reading, self._has_begun, self._told_before = self._reading, True, self._told
-        if self._is_spent():
+        reading, order, position = self._reading, self._reading.order, self._reading.position
+        self._has_begun, self._told_before, at = True, self._told, order.begins_at
+        if at.is_at_end:
+            order.leave_restored()
             self.iteration = Iteration()
-            return self.iteration.record(iter(()))
-        restored = self._restore()
+            return self.iteration.without_batches()
+        resumes = position is not None and order.restored is not None
+        if resumes and position is not None:
+            position.load_state_dict(self._restored)
         for begin in reading.begin:
             begin()
-        if restored.over is not None and reading.position is not None:
-            self._leave_rest(restored.over)
-        if self.numbers_samplers and reading.order is not None:
+        if resumes and at.left is not None:
+            self._leave_rest(at)
+            resumes = False
+        if self.numbers_samplers:
             for part in reading.epochal:
                 if isinstance(part, Sampler):
-                    part.set_epoch(reading.order.epoch)
-        with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
-            if reading.announce is not None and opened is not None:
+                    part.set_epoch(order.epoch)
+        # A resumed loader draws its seeds again, which the saved run had drawn when the epoch began.
+        with preserved_rngs() if resumes else nullcontext(), order.opening() as opened:
+            if reading.announce is not None:
                 reading.announce(opened)
             batches = self._begin()
-        at = Cursor() if opened is None else opened.begun_at
-        self._started_at = at if restored.loader is None else None
-        if reading.stream is not None and opened is not None and opened.begun_at.batches:
+        self._begun_at = opened.begun_at
+        if reading.index is None and position is None and at.batches:
             batches = chain.from_iterable(self._after(opened, batches))
-        agreed = None
-        if restored.has_ended and reading.position is not None:
+        supply = None
+        if at.only_repeats and position is not None:
             with preserved_rngs():
                 next(batches, None)  # datasets may use their state up at the first item only
         if reading.agreement is not None:
-            agreed = reading.agreement(batches, self._example, has_ended=restored.has_ended)
-            batches = agreed.batches
+            supply, batches = reading.agreement(batches, self._example, has_ended=at.only_repeats)
             if reading.agreement.repeats and reading.trains:
                 reading.progress.repeated.begin()
-        self.iteration = Iteration(reading.progress, trains=reading.trains, agreed=agreed)
+        self.iteration = Iteration(reading.progress, trains=reading.trains, supply=supply)
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
-        if reading.order is None or opened is None:
-            return self.iteration.record(batches)
-        return self._counted(batches, self.iteration, reading.order, opened)
+        return self._received(batches, self.iteration, opened)
 
     def __len__(self) -> int:
         """The number of this rank's batches. TypeError where the user's loader has no length."""
         reading = self._reading
         if reading.stream is not None:
-            return self._cut_of_items().length(len(reading.stream))
+            return reading.cut.length(len(reading.stream))
         return len(reading.source if reading.index is None else reading.index)  # type: ignore[arg-type]
 
     @property
     def num_batches_at_start(self) -> int | None:
         """How many batches the latest iteration had at its start: fewer than `len(self)` if it resumed an epoch. None:
         not known."""
-        num_batches, at, index = length_of(self), self._started_at, self._reading.index
-        if num_batches is None or at is None:
+        num_batches, at, reading = length_of(self), self._begun_at, self._reading
+        if num_batches is None or (at.is_within and reading.position is not None):
             return None
         if not at.start:
             return num_batches - at.batches
-        cut, num_items = self._cut_of_items(), None if index is None else length_of(index.items)
-        return cut.length(num_items - at.start) - at.batches if cut.keeps_samples and num_items is not None else None
+        num_items = None if reading.index is None else length_of(reading.index.items)
+        return reading.cut.length(num_items - at.start) - at.batches if num_items is not None else None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_loader" not in self.__dict__:
@@ -218,8 +204,7 @@ class DeviceLoader:
         self._epoch = epoch
         if not self.iteration.is_open:
             self.iteration.thread = None
-        if self._reading.order is not None:
-            self._reading.order.epoch = epoch
+        self._reading.order.epoch = epoch
         for part in self._reading.epochal:
             part.set_epoch(epoch)
 
@@ -244,40 +229,35 @@ class DeviceLoader:
         """
         if self.is_of_other_thread:
             raise RuntimeError(f"The position of this `{loader_name(self)}` is not known. {OTHER_THREAD}")
-        return self._state(self._reading.resumes_left or self._pending is not None or not self.iteration.is_left)
+        is_restored = self._reading.order.is_restored
+        return self._state(self._reading.resumes_left or is_restored or not self.iteration.is_left)
 
     def state_of_run(self) -> dict[str, Any]:
         """As `state_dict`, for a checkpoint whose state does not name the loader: the position of an iteration without
         training that the loop has left, such as an evaluation of some batches, is at the start of the next epoch."""
-        if self._pending is None and self.iteration.is_left and not self.iteration.has_trained:
+        if not self._reading.order.is_restored and self.iteration.is_left and not self.iteration.has_trained:
             return self._state(False)
         return self.state_dict()
 
     def _state(self, is_mid_epoch: bool) -> dict[str, Any]:
         """`is_mid_epoch`: otherwise the epoch of the latest iteration is over."""
-        reading, restored, state = self._reading, self._pending, dict[str, Any]()
-        if reading.position is not None:
-            over: Over | None = None
-            if restored is not None:
-                over, is_spent, state["loader"] = restored.over, restored.is_spent, restored.loader
-            else:
-                is_spent = self.iteration.has_ended and self.iteration.is_open
-                if not is_mid_epoch or is_spent or (self.iteration.is_complete and reading.order is None):
-                    over = "early" if self.iteration.has_rest or not is_mid_epoch else "end"
-                state["loader"] = reading.position.state_dict()
-            if over is not None:
-                state |= {"over": over} | ({"spent": True} if is_spent else {})
-        if reading.order is not None:
-            state["order"] = reading.order.state_dict(is_mid_epoch=is_mid_epoch)
-            if not getattr(self._loader, "in_order", True):  # which batches the loop has received is not known
-                state["order"] |= asdict(Cursor.of(state["order"]).at_start())
-            state["cut"] = self._cut()
+        reading, iteration = self._reading, self.iteration
+        at, rngs = reading.order.position(is_mid_epoch=is_mid_epoch)
+        if not getattr(self._loader, "in_order", True):  # which batches the loop has received is not known
+            at = at.at_start()
+        state: dict[str, Any] = {"order": rngs, "cut": self._cut()}
+        if reading.position is not None and reading.order.is_restored:
+            state["loader"] = self._restored
+        elif reading.position is not None:
+            if not is_mid_epoch or iteration.is_complete or (iteration.has_ended and iteration.is_open):
+                at = replace(at, left="early" if iteration.has_rest or not is_mid_epoch else "end")
+            state["loader"] = reading.position.state_dict()
         if reading.part is not None:
             state["part"] = [reading.part.index, reading.part.count]
-            has_ended = self.iteration.only_repeats if restored is None else restored.has_ended
-            state |= {"ended": True} if is_mid_epoch and has_ended else {}
-        is_within = is_mid_epoch and (self.iteration.is_open or self.iteration.is_left)
-        return state | {"told": self._told_before if is_within else self._told}
+        else:
+            at = replace(at, only_repeats=False)  # other ranks, which have this position as well, may have batches left
+        is_within = is_mid_epoch and (iteration.is_open or iteration.is_left)
+        return state | {"cursor": asdict(at), "told": self._told_before if is_within else self._told}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume where `state_dict` was called: the next iteration yields the remaining batches of the epoch.
@@ -287,42 +267,30 @@ class DeviceLoader:
         position. With another number of ranks the order of samples continues, if single samples are distributed.
         Raises: ValueError: the state is of a loader of another kind, over other data, or with other batches per step.
         """
-        reading, position = self._reading, dict(self.fitting(state_dict))
-        if reading.order is not None:
-            if reading.position is not None:
-                position |= asdict(Cursor.of(position).at_start())
-            reading.order.load_state_dict(position)
-        self._epoch, *told = state_dict.get("told", [None])
-        for part, epoch in zip(reading.epochal, told, strict=False):
+        at, self._restored = self.fitting(state_dict), state_dict.get("loader")
+        self._reading.order.resume(at, state_dict["order"])
+        self._epoch, *told = state_dict["told"]
+        for part, epoch in zip(self._reading.epochal, told, strict=False):
             if epoch is not None:
                 part.set_epoch(epoch)
-        self._resumes = True
-        self._restored = Restored(
-            loader=state_dict.get("loader"),
-            over=state_dict.get("over"),
-            has_ended=state_dict.get("ended", False),
-            epoch=self._number,
-            is_spent=state_dict.get("spent", False),
-        )
         if not self.iteration.is_open:
             self.iteration.begin_again = self.__iter__
             self.iteration = Iteration()
 
-    def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The position of the order that `load_state_dict` would restore, or an empty one. Changes nothing.
+    def fitting(self, state_dict: dict[str, Any]) -> Cursor:
+        """The position that `load_state_dict` would restore. Changes nothing.
 
         Raises: ValueError: as `load_state_dict`.
         """
         part, order = self._reading.part, self._reading.order
-        parts = {"loader": self._reading.position, "order": order, "part": part}
-        saved = {name: name in state_dict for name in parts}
-        here = {name: value is not None for name, value in parts.items()}
-        if saved["order"] and not {*state_dict, *state_dict["order"]} >= _ENTRIES:
+        if not {*state_dict, *state_dict.get("order", ())} >= _ENTRIES:
             raise ValueError(
                 "The checkpoint has the position of a loader as another version of torchfabric writes it. Leave the "
                 "loader out of the state that is loaded: its epoch then starts from the beginning."
             )
-        if saved != here or (order is not None and len(state_dict["order"]["generators"]) != len(order.own)):
+        saved = {name: name in state_dict for name in ("loader", "part")}
+        here = {"loader": self._reading.position is not None, "part": part is not None}
+        if saved != here or len(state_dict["order"]["generators"]) != len(order.own):
             raise ValueError(
                 f"The state of a loader that reads {_ways(saved)} was given to one that reads {_ways(here)}. Load it "
                 "into the same kind of loader and sampler, over the same data, with the same number of ranks."
@@ -334,14 +302,8 @@ class DeviceLoader:
                 f"{part.count}, which reads another part. Load the state that this rank saved, in a world of the "
                 "same size."
             )
-        if order is None:
-            return {}
-        return self._recut(state_dict["order"], state_dict["cut"])
-
-    @property
-    def _number(self) -> int | None:
-        """The number of the next epoch, if it is known."""
-        return self._epoch if self._reading.order is None else self._reading.order.epoch
+        at = self._recut(Cursor(**state_dict["cursor"]), state_dict["cut"])
+        return at if self._reading.position is None else at.in_same_loader()
 
     @property
     def _told(self) -> list[int | None]:
@@ -353,21 +315,15 @@ class DeviceLoader:
     @property
     def would_start(self) -> bool:
         """Whether `state_dict` would start the user's loader and its workers: torchdata's starts when it is asked."""
-        return self._reading.position is not None and not self._resumes and not self._has_begun
+        return self._reading.position is not None and not self._has_begun and not self._reading.order.is_restored
 
     def _cut(self) -> dict[str, int | None]:
         """How the order is divided into steps; `step`: number of items in each."""
-        index, cut = self._reading.index, self._cut_of_items()
+        index, cut = self._reading.index, self._reading.cut
         items = getattr(self._loader, "dataset", None) if index is None or not cut.keeps_samples else index.items
         return {"ranks": cut.share.count, "step": cut.reads[1], "items": length_of(items)}
 
-    def _cut_of_items(self) -> Cut:
-        reads = self._reading.index if self._reading.stream is None else self._reading.stream
-        assert reads is not None  # an order has one of them
-        assert reads.cut is not None
-        return reads.cut
-
-    def _recut(self, order: dict[str, Any], saved: dict[str, int | None]) -> dict[str, Any]:
+    def _recut(self, at: Cursor, saved: dict[str, int | None]) -> Cursor:
         """The saved position, in steps of this loader. Raises ValueError if no step ends there."""
         here, name = self._cut(), type(self._loader).__name__
         if None not in (saved["items"], here["items"]) and saved["items"] != here["items"]:
@@ -376,7 +332,7 @@ class DeviceLoader:
                 f"{here['items']}. Load it into a loader over the same data, or leave it out of the state."
             )
         if saved == here:
-            return order
+            return at
         if self._reading.index is None or self._reading.position is not None:
             if saved["step"] != here["step"]:
                 raise ValueError(
@@ -385,51 +341,20 @@ class DeviceLoader:
                     "resumes only with steps of the same size: choose `batch_size` so that all ranks together read "
                     "as many."
                 )
-            return order
-        return order | asdict(Cursor.of(order).in_other_steps())
+            return at
+        return at.in_other_steps()
 
     def _begin(self) -> Iterator[Any]:
         start = getattr(self._reading.source, "worker_init_fn", None)
         with start.starting() if isinstance(start, WorkerStart) else nullcontext():
             return iter(self._reading.source)
 
-    @property
-    def _pending(self) -> Restored | None:
-        """The restored position at which the next iteration begins: one batch may have been looked at meanwhile."""
-        iteration = self.iteration
-        is_peek = iteration.is_left and iteration.num_batches == 1 and not iteration.has_trained
-        return self._begun_at if self._restored is None and is_peek else self._restored
-
-    def _is_spent(self) -> bool:
-        """Whether the restored epoch is at its end, which the loop has not found. After this call it has."""
-        restored, order = self._pending, self._reading.order
-        if restored is None or not restored.is_spent or restored.epoch != self._number:
-            return False
-        if order is not None:
-            order.epoch += 1
-        self._restored = replace(restored, is_spent=False, epoch=self._number)
-        return True
-
-    def _restore(self) -> Restored:
-        """Load a restored position into the loader. If `set_epoch` has chosen another epoch, the restored epoch is
-        over."""
-        reading, restored = self._reading, self._pending
-        self._begun_at, self._restored = restored, None
-        if restored is None:
-            return Restored()
-        self._resumes = True
-        over = restored.over or ("early" if self._number != restored.epoch else None)
-        if reading.position is not None and restored.loader is not None:
-            reading.position.load_state_dict(restored.loader)
-        return restored if over is None else Restored(over=over)
-
-    def _leave_rest(self, over: Over) -> None:
-        """Leave the epoch of a restored position, so that the next one follows."""
+    def _leave_rest(self, at: Cursor) -> None:
+        """Leave the epoch in which the user's loader was restored, so that the next one follows."""
         position = self._reading.position
         assert position is not None
-        # `_undrawn`: what the saved run had drawn when it began the epoch
-        with self._undrawn():
-            if over == "early" or isinstance(position, DataLoader):
+        with preserved_rngs():  # what the saved run had drawn when it began the epoch
+            if at.left == "early" or isinstance(position, DataLoader):
                 next(self._begin(), None)  # datasets may use their state up at the first item only
             else:  # the loader restores its end; `iter` begins the next epoch
                 position.state_dict()
@@ -441,47 +366,40 @@ class DeviceLoader:
         """The batches of a stream after the position at which the epoch is resumed."""
         for _ in islice(batches, opened.begun_at.batches):
             pass
-        if self._reading.order is not None and not self._reading.order.is_shared:
+        if not self._reading.order.is_shared:
             opened.rngs.release()
         yield batches
 
     def _example(self) -> Any:
         """A batch of this rank's data, from the beginning of an epoch; None if there is none. Changes no position."""
-        order = self._reading.order
-        with preserved_rngs() if order is None else order.peeking():
+        with self._reading.order.peeking():
             batch = next(self._begin(), None)
             # A loader with a state restores its end, and begins the next epoch then.
             return next(self._begin(), None) if batch is None and self._reading.position is not None else batch
 
-    def _undrawn(self) -> AbstractContextManager[None]:
-        # A resumed loader draws its seeds again, which the saved run had drawn when the epoch began: undone, once.
-        resumes, self._resumes = self._resumes, False
-        return preserved_rngs() if resumes else nullcontext()
-
-    def _counted(self, batches: Iterator[Any], iteration: Iteration, order: Order, opened: Epoch) -> Iterator[Any]:
-        """Yield the batches, and count them: in the iteration, as `Iteration.record` does, and in the order."""
-        index, progress = self._reading.index, self._reading.progress
-        agreed, repeated = iteration.agreed, iteration.repeated
+    def _received(self, batches: Iterator[Any], iteration: Iteration, opened: Epoch) -> Iterator[Any]:
+        """Yield the batches, and advance the position with each."""
+        order, index, progress = self._reading.order, self._reading.index, self._reading.progress
         if iteration.begin_again is not None:
             del batches  # whose workers end
             yield from iteration.begin_again()
             return
+        supply, repeated = iteration.supply, iteration.repeated
         with iteration.opened():
             first = list(islice(batches, 1))
-            epoch, before = self._read_epoch(order, opened), order.standing
+            epoch, before = self._read_epoch(opened), order.standing
             if index is not None and not index.read and epoch.begun_at.batches:  # no sampler was read, nothing skipped
                 first = list(islice(batches, epoch.begun_at.batches - 1, epoch.begun_at.batches))
             batches, first = chain(first, batches), []  # not kept: a batch may be large
             num_backwards, num_unweighted = progress.num_backwards, progress.num_unweighted
+            epoch.iteration = iteration
             try:
                 for batch in batches:
                     if iteration.num_batches == 1:
                         order.count(epoch)  # the loop asked for a second batch: this was not `next(iter(loader))`
                     order.standing = epoch
-                    if agreed is None or not iteration.next_repeats:
-                        epoch.num_batches += 1
                     iteration.num_batches += 1
-                    if agreed is not None or repeated.is_used or progress.note_batch is not None:
+                    if supply is not None or repeated.is_used or progress.note_batch is not None:
                         iteration.receive(batch)
                     yield batch
                 is_biased = epoch.has_unequal and progress.num_unweighted != num_unweighted
@@ -489,7 +407,6 @@ class DeviceLoader:
                     self._has_warned = True
                     self._reading.report(_UNEQUAL.format(name=loader_name(self)))
                 order.count(epoch)
-                progress.ahead.end(epoch.end)
                 iteration.end()
             finally:
                 if progress.num_backwards != num_backwards:
@@ -498,9 +415,9 @@ class DeviceLoader:
                 if not epoch.counted and order.standing is epoch:
                     order.standing = before
 
-    def _read_epoch(self, order: Order, opened: Epoch) -> Epoch:
+    def _read_epoch(self, opened: Epoch) -> Epoch:
         """The epoch of the batches: a loader may start it at the first batch, or may have started it earlier."""
-        index = self._reading.index
+        index, order = self._reading.index, self._reading.order
         if index is None or opened.drawn is not None:
             return opened
         if not index.read and index.cut.share.count == 1:
@@ -514,8 +431,9 @@ class DeviceLoader:
         return order.latest
 
 
-_ENTRIES = {"cut", "seed", "epoch", "start", "batches", "samples", "first", "process", "generators"}
-"""What the state of a loader with an order has."""
+_WHOLE = RoundRobinCut(share=Share(), uneven=True)
+_ENTRIES = {"cursor", "cut", "told", "order", "seed", "process", "generators"}
+"""What the state of a loader has."""
 OTHER_THREAD = (
     "A thread of the program reads it, perhaps ahead of the loop. Let workers read ahead: pass `num_workers=2` to "
     "`DataLoader`. Or call `loader.state_dict()` in that thread after each batch, pass it on, and save the state that "
@@ -529,5 +447,5 @@ _UNEQUAL = (
 
 
 def _ways(kinds: dict[str, bool]) -> str:
-    whose = "one of several parts" if kinds["part"] else "one order for all ranks" if kinds["order"] else "all"
+    whose = "one of several parts" if kinds["part"] else "one order for all ranks"
     return f"{whose}{', with a state of its own' if kinds['loader'] else ''}"

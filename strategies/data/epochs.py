@@ -11,7 +11,7 @@ position within an epoch is that of the loop, whatever workers have prefetched. 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Generic, TypeVar, final
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
+from fabric.strategies.data.cursor import Cursor, Iteration
 from fabric.strategies.data.partition import Part, length_of, once
 from fabric.strategies.data.rng import EpochRngs, SharedRngs, digest, mix, preserved_rngs, read_all, write_all
 from fabric.strategies.tensors.rng import Rng
@@ -106,49 +107,12 @@ _OTHER_ORDER = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cursor:
-    """Where the loop is: the epoch, and the position within it. Each step of the loop makes a new one."""
-
-    epoch: int = 0
-    start: int = 0
-    """Samples of the order that were read by earlier runs with another number of samples per step."""
-    batches: int = 0
-    """Batches that the loop has received after these samples, on each rank."""
-    samples: int = 0
-    """Samples that all ranks together have received, `start` included."""
-    first: Sequence[int] = ()
-    """The first samples of the order, by which a resumed run finds that its order differs."""
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "Cursor":
-        """The cursor in the state of an order."""
-        return cls(**{each.name: state.get(each.name, each.default) for each in fields(cls)})
-
-    @property
-    def is_within(self) -> bool:
-        """Whether samples of the epoch have been read."""
-        return self.samples > 0 or self.batches > 0
-
-    def at_start(self) -> "Cursor":
-        """At the first sample of the epoch."""
-        return Cursor(epoch=self.epoch)
-
-    def after(self, batches: int, samples: int) -> "Cursor":
-        """After so many batches since `start`, which have so many samples."""
-        return replace(self, batches=batches, samples=self.start + samples)
-
-    def in_other_steps(self) -> "Cursor":
-        """At the same sample, for steps of another number of samples."""
-        return replace(self, start=self.samples, batches=0)
-
-
 @final
 class Epoch:
-    """One iteration over a loader: its random states, the items drawn from them, and how far the loop is.
+    """The epoch of one iteration over a loader: its random states, and the items drawn from them.
 
     `begun_at`: where the iteration begins. `num_ahead`: how many parts after `begun_at` the saved run had drawn.
-    `counted`: the number is used up, so the next iteration is the next epoch. `over`: all batches were received.
+    `counted`: the number is used up, so the next iteration is the next epoch.
     """
 
     def __init__(
@@ -167,12 +131,12 @@ class Epoch:
         self._seed, self._state = seed, torch.get_rng_state()
         self.num_ahead, self._seed_workers, self._seed_of_rank = num_ahead, seed_workers, seed_of_rank
         self.drawn: Drawn[Any] | None = None
-        self.counted = self.over = False
-        self.num_batches = begun_at.batches
-        """How many batches of the epoch the loop has received, in this run and before."""
-        self._num_passed, self._end = begun_at.batches, begun_at.samples - begun_at.start
+        self.counted = False
+        self.iteration = Iteration()
+        """Which batches of it the loop has received."""
+        self._num_passed, self._end = 0, begun_at.samples - begun_at.start
         self._fetched: deque[Part] = deque()
-        """The parts after `_num_passed`."""
+        """The parts after the first `_num_passed`."""
         self.has_unequal = False
         """Whether batches were fetched that have different numbers of samples on the ranks."""
 
@@ -192,7 +156,8 @@ class Epoch:
         """Where the loop is."""
         self._pass()
         first = () if self.drawn is None else self.drawn.first or ()
-        return replace(self.begun_at.after(self.num_batches, self._end), first=first)
+        at = self.begun_at.after(self.begun_at.batches + self.iteration.num_own, self._end)
+        return replace(at, first=first, only_repeats=self.iteration.only_repeats)
 
     @property
     def num_fetched(self) -> int:
@@ -207,13 +172,10 @@ class Epoch:
 
     def _pass(self) -> None:
         """Find the part that the loop received last: when it is needed, not at each batch."""
-        while self._num_passed < self.num_batches:
-            self._num_passed += 1
+        num_received = self.iteration.num_own
+        for _ in range(num_received - self._num_passed):
             self._end = self._fetched.popleft().end if self._fetched else self._end  # no sampler was read
-
-    def end(self, is_over: bool) -> None:
-        """Called once the loop has left the epoch. `is_over`: it has asked for a batch after the last one."""
-        self.over = is_over
+        self._num_passed = num_received
 
     def draw(self, items: Iterable[T], reads: tuple[int, int], *, most_steps: int, eager: bool) -> Iterator[T]:
         """Iterate over `items`, see `Drawn`.
@@ -270,8 +232,10 @@ class Order:
         self.latest: Epoch | None = None
         self.standing: Epoch | None = None
         """The epoch of the loop's latest batch."""
-        self._resumed: dict[str, Any] | None = None
-        """The restored state."""
+        self.restored: Cursor | None = None
+        """The position that was loaded, until its epoch is counted."""
+        self._restored_rngs: dict[str, Any] = {}
+        """The random states of that position."""
         self._opening: Epoch | None = None
         self._unsettled: Epoch | None = None
 
@@ -312,7 +276,7 @@ class Order:
         if epoch.counted:
             return
         epoch.counted = True
-        self._unsettled, self._resumed = epoch, None
+        self._unsettled, self.restored = epoch, None
         self._num_begun += 1
         self._next = epoch.number + 1
         if self.epoch == epoch.number:
@@ -343,8 +307,7 @@ class Order:
             if digest(rng.read()) == digest(start):
                 rng.write(end)
         self._chain, self._chain_at = dict(zip(self._process, rngs.states, strict=False)), self._shared.agreed
-        if not self._shared.follow() and not self.own and self._seed_workers is not None:
-            self._seed_workers(epoch.number)
+        self._shared.follow()
 
     def _is_complete(self, epoch: Epoch) -> bool:
         return epoch.drawn is None or epoch.drawn.is_complete(finish=self._seed_workers is not None)
@@ -353,20 +316,29 @@ class Order:
         num = len(self._process)
         return {"process": dict(zip(self._process, states, strict=False)), "generators": states[num:]}
 
-    def state_dict(self, *, is_mid_epoch: bool = True) -> dict[str, Any]:
-        """The position of the loop: within its epoch, or at the start of the next one; there always, if not
-        `is_mid_epoch`."""
+    @property
+    def begins_at(self) -> Cursor:
+        """Where the next iteration begins."""
+        return Cursor(epoch=self.epoch) if self.restored is None else self.restored.in_epoch(self.epoch)
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether the loop is where a position was loaded: it has received no batch since, or has looked at one."""
+        return self.restored is not None and self.standing is None
+
+    def position(self, *, is_mid_epoch: bool) -> tuple[Cursor, dict[str, Any]]:
+        """Where the loop is, and the random states of its epoch: within the epoch, or at the start of the next one;
+        there always, if not `is_mid_epoch`."""
         epoch = self.standing
-        if epoch is not None and not epoch.over and is_mid_epoch:
-            return self._state_of(epoch)
-        if self._resumed is not None and self._beginning().is_within:
-            return self._resumed
-        return {"seed": self.seed, **asdict(Cursor(epoch=self.epoch)), **self._now()}
+        if epoch is not None and not epoch.iteration.is_complete and is_mid_epoch:
+            return epoch.cursor, self._state_of(epoch)
+        at = self.begins_at
+        return at, self._restored_rngs if at.is_within else {"seed": self.seed, **self._now()}
 
     def _state_of(self, epoch: Epoch) -> dict[str, Any]:
         rngs = epoch.rngs
         begun = self._by_name(rngs.begun or rngs.start or [])
-        state = {"seed": epoch.seed, **asdict(epoch.cursor), **begun}
+        state = {"seed": epoch.seed, **begun}
         if not self.is_shared:
             return state | {"ahead": epoch.num_fetched, "following": self._now()}
         is_settled = epoch.counted and self._unsettled is not epoch
@@ -385,10 +357,10 @@ class Order:
         process = {name: states[name] for name in self._process}
         return {"process": process, "generators": read_all(self.own), "written": dict(written)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration begin at the position in `state`."""
-        self.epoch = self._next = state["epoch"]
-        self._resumed = state
+    def resume(self, at: Cursor, state: dict[str, Any]) -> None:
+        """Make the next iteration begin at a position, with the random states of its epoch."""
+        self.epoch = self._next = at.epoch
+        self.restored, self._restored_rngs = at, state
         self.latest = self.standing = self._unsettled = None
         self._num_begun += 1
         following = state.get("following", state)
@@ -401,6 +373,12 @@ class Order:
                 self._shared.agree(process, following.get("written"))
         write_all(self.own, (state if self.is_shared else following)["generators"])
 
+    def leave_restored(self) -> None:
+        """Make the next epoch follow the restored one, which is at its end."""
+        assert self.restored is not None
+        self.epoch += 1
+        self.restored = replace(self.restored, epoch=self.epoch, batches=0, samples=0, start=0)
+
     @property
     def _source(self) -> Mapping[str, Any] | None:
         """The states from which the next epoch is drawn, if this loader has states of its own."""
@@ -412,13 +390,13 @@ class Order:
         self.settle()
         if self.latest is not None and not self.latest.counted:
             self.latest.rngs.undo()
-        resumed = self._resumed
-        if resumed is not None and resumed["epoch"] != self.epoch:
-            self._resumed, self._next = None, resumed["epoch"]
-            if self._shared is not None and "following" in resumed:
+        restored, following = self.restored, self._restored_rngs.get("following")
+        if restored is not None and restored.epoch != self.epoch:
+            self.restored, self._next = self.begins_at, restored.epoch
+            if self._shared is not None and following is not None:
                 self._next += 1
-                write_all(self.own, resumed["following"]["generators"])
-        return self._epoch(self._beginning())
+                write_all(self.own, following["generators"])
+        return self._epoch(self.begins_at)
 
     def _chosen(self) -> dict[str, Any]:
         """The states from which an epoch other than the next one is drawn."""
@@ -436,7 +414,7 @@ class Order:
 
     def _epoch(self, begun_at: Cursor, *, is_peek: bool = False) -> Epoch:
         process, shared = self._process, self._shared
-        resumed = self._resumed if begun_at.is_within else None
+        resumed = self._restored_rngs if begun_at.is_within else None
         start: list[Any] | None = None
         begun: list[Any] | None = None
         seed = None if shared is None else self.seed
@@ -479,8 +457,3 @@ class Order:
         for name, written in following.get("written", {}).items():
             if name in self._process and digest(self._process[name].read()).hex() == written:
                 self._process[name].write(following["process"][name])
-
-    def _beginning(self) -> Cursor:
-        """Where the next epoch begins: a restored position is dropped if `set_epoch` has chosen another epoch."""
-        restored = Cursor() if self._resumed is None else Cursor.of(self._resumed)
-        return restored if restored.epoch == self.epoch else Cursor(epoch=self.epoch)

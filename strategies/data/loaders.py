@@ -412,8 +412,9 @@ def _as_items(items: Iterable[Any], context: LoaderContext) -> Reading:
     order, _, _ = _order(process_rngs(), items, context, shuffles=not _draws_by_itself(items))
     # Only a list is read ahead: any other iterable may have a state, which follows the loop.
     most_steps = MOST_STEPS if isinstance(items, (list, tuple)) else 1
-    index = IndexSource(items, items, cut, order, most_steps=most_steps, eager=True)
-    return Reading(source=index, order=order, index=index, position=own_position(items), epochal=_epochal(items, items))
+    position = own_position(items)
+    index = IndexSource(items, items, cut, order, most_steps=most_steps, eager=True, resumes=position is not None)
+    return Reading(source=index, order=order, index=index, position=position, epochal=_epochal(items, items))
 
 
 def _copy(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:

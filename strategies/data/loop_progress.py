@@ -3,12 +3,10 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
 from typing import Any, TypeAlias, final
 
 from fabric.strategies.data.partition import Joined
 from fabric.strategies.data.rng import SharedRngs
-from fabric.strategies.data.uneven import Agreed
 
 End: TypeAlias = Callable[[bool], None]
 """Called once the loop has left the iteration. True: the loop has asked for another batch and there is none. False: the
@@ -38,109 +36,6 @@ class LoopProgress:
     def num_updates(self) -> int:
         """Backward passes and optimizer steps."""
         return self.num_backwards + self.num_steps
-
-
-@final
-class Iteration:
-    """How many batches the loop has received in one iteration over a loader, and which of them were repeated."""
-
-    def __init__(
-        self, progress: LoopProgress | None = None, *, trains: bool = False, agreed: Agreed | None = None
-    ) -> None:
-        """`trains`: whether the loop trains on the batches. `agreed`: if ranks agree on the number of batches."""
-        self._progress = LoopProgress() if progress is None else progress
-        self.agreed = agreed
-        self.repeated = self._progress.repeated if trains else RepeatedBatches()
-        self._trains = trains
-        self.num_batches = 0
-        self.is_complete = False
-        """Whether the iteration has raised StopIteration in the loop."""
-        self.has_ended = False
-        """Whether the iteration has no batch left. It may still be open, if the end was found by reading ahead."""
-        self.is_open = False
-        """Whether the loop has received a batch, and has not left the iteration."""
-        self.has_trained = False
-        """Whether there was a backward pass or an optimizer step, once the loop has left the iteration."""
-        self._num_updates_before = 0
-        self.thread: int | None = None
-        """The thread that receives the batches."""
-        self.begin_again: Callable[[], Iterator[Any]] | None = None
-        """Begins the iteration that replaces this one, if a position was loaded after `iter`."""
-
-    @property
-    def num_own(self) -> int:
-        """Number of batches received, without repeated ones."""
-        return self.num_batches if self.agreed is None else min(self.num_batches, self.agreed.supply.num_read)
-
-    @property
-    def is_left(self) -> bool:
-        """Whether the loop has left the iteration before its end."""
-        return self.num_batches > 0 and not self.is_open and not self.is_complete
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the latest batch was a repeated one."""
-        return self.num_own < self.num_batches
-
-    @property
-    def next_repeats(self) -> bool:
-        """Whether the batch that the loop receives next, and that is read already, is a repeated one."""
-        return self.agreed is not None and self.num_batches >= self.agreed.supply.num_read
-
-    @property
-    def only_repeats(self) -> bool:
-        """Whether a run that resumes after the latest batch has no batch of its own left in this epoch."""
-        supply = None if self.agreed is None or self.is_complete else self.agreed.supply
-        return supply is not None and self.next_repeats and supply.ended and supply.last is not None
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether this rank's data had not ended when the iteration did."""
-        return self.agreed is not None and not self.agreed.supply.ended
-
-    def record(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and count them."""
-        agreed, repeated, progress = self.agreed, self.repeated, self._progress
-        if self.begin_again is not None:
-            del batches
-            yield from self.begin_again()
-            return
-        with self.opened():
-            for batch in batches:
-                self.num_batches += 1
-                if agreed is not None or repeated.is_used or progress.note_batch is not None:
-                    self.receive(batch)
-                yield batch
-            self.end()
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Context: the loop receives batches, until it leaves the iteration or `end` is called."""
-        self.is_open, self._num_updates_before = True, self._progress.num_updates
-        self.thread = get_ident()
-        try:
-            yield
-        finally:
-            if not self.has_ended:
-                self._leave(False)
-            self.repeated.end(self)
-
-    def receive(self, batch: Any) -> None:
-        """Report a batch that the loop receives. Called where ranks agree, one is repeated, or a check wants it."""
-        if self._trains and self._progress.note_batch is not None:
-            self._progress.note_batch(batch, self)
-        factor = 1.0 if self.agreed is None else self.agreed.factors.popleft()
-        if self.repeated.is_used:
-            self.repeated.receive(self, factor)
-
-    def end(self) -> None:
-        """Called when there is no batch left."""
-        self.has_ended = True
-        self._progress.ahead.end(self._leave)
-
-    def _leave(self, is_complete: bool) -> None:
-        self.is_open, self.is_complete = False, is_complete
-        self.has_trained = self._progress.num_updates != self._num_updates_before
 
 
 @final

@@ -19,7 +19,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from fabric.strategies.data import huggingface
 from fabric.strategies.data.comparison import is_torchs
-from fabric.strategies.data.epochs import Cursor, Epoch, Order
+from fabric.strategies.data.cursor import Cursor
+from fabric.strategies.data.epochs import Epoch, Order
 from fabric.strategies.data.joined import of_all_shares
 from fabric.strategies.data.partition import BatchCut, Cut, Joined, RoundRobinCut, SampleCut, Share, once
 from fabric.strategies.data.rng import mix, seed_process
@@ -41,12 +42,14 @@ class IndexSource:
         most_steps: int,
         eager: bool = False,
         is_seeded: bool = False,
+        resumes: bool = False,
     ) -> None:
         """`most_steps`: how many may be drawn at a time. `eager`: `iter` is called on the items when the iteration
-        begins. `is_seeded`: each batch has a seed of its own: `SeededDataset`."""
+        begins. `is_seeded`: each batch has a seed of its own: `SeededDataset`. `resumes`: the items resume at their
+        own position, so that none is skipped."""
         self.items, self._replaced = items, replaced
         self._cut, self._order = cut, order
-        self._most_steps, self._eager, self._is_seeded = most_steps, eager, is_seeded
+        self._most_steps, self._eager, self._is_seeded, self._resumes = most_steps, eager, is_seeded, resumes
         self.joined: Joined | None = None
         """For a process that reads in place of several ranks."""
         self.read = False
@@ -56,7 +59,8 @@ class IndexSource:
         self.read = True
         epoch, cut = self._order.begin(), self.cut
         items = epoch.draw(self.items, cut.reads, most_steps=self._most_steps, eager=self._eager)
-        return chain.from_iterable(self._batches(epoch, items, cut, epoch.begun_at))
+        begun_at = epoch.begun_at.at_start() if self._resumes else epoch.begun_at
+        return chain.from_iterable(self._batches(epoch, items, cut, begun_at))
 
     def __len__(self) -> int:
         return self.cut.length(len(self.items))  # type: ignore[arg-type]

@@ -25,16 +25,6 @@ _NOTHING = -_NOTHING_OF_ONE
 """The vote of a rank that has no batch to repeat: the sum is negative, whatever the other ranks vote."""
 
 
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """One iteration over the batches of this rank, for as many steps as the ranks agree on."""
-
-    supply: "Supply"
-    factors: deque[float]
-    """For each batch that the loop has not received yet: the factor of its loss, see `RepeatedBatches`."""
-    batches: Iterator[Any]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Votes:
     """The collectives by which ranks agree while they iterate. Every rank calls each of them."""
@@ -70,30 +60,33 @@ class Agreement:
         self.repeats = uneven == "repeat"
         """Whether a rank may get a batch again."""
 
-    def __call__(self, batches: Iterator[Any], example: Callable[[], Any], *, has_ended: bool = False) -> Agreed:
-        """One iteration. `batches`: this rank's. `has_ended`: it resumes where this rank's data had ended.
+    def __call__(
+        self, batches: Iterator[Any], example: Callable[[], Any], *, has_ended: bool = False
+    ) -> tuple["Supply", Iterator[Any]]:
+        """One iteration over the batches of this rank, for as many steps as the ranks agree on.
 
-        `example`: returns the batch to repeat if `batches` is empty; None if there is no data at all.
+        `has_ended`: it resumes where this rank's data had ended. `example`: returns the batch to repeat if `batches` is
+        empty; None if there is no data at all.
         Raises, while the batches are iterated: RuntimeError: on every rank, if ranks are at different batches, have
         different numbers of batches to evaluate, or nothing to repeat under `"repeat"`.
         """
         self._iterations += 1
-        supply, factors = Supply(batches, example if self.repeats else None, has_ended), deque[float]()
-        return Agreed(supply, factors, self._agreed(supply, self._iterations, factors))
+        supply = Supply(example if self.repeats else None, has_ended)
+        return supply, self._agreed(supply, batches, self._iterations)
 
-    def _agreed(self, supply: "Supply", iteration: int, factors: deque[float]) -> Iterator[Any]:
-        drawn = supply.draw()
+    def _agreed(self, supply: "Supply", batches: Iterator[Any], iteration: int) -> Iterator[Any]:
+        drawn = supply.draw(batches)
         wait = self._ask(drawn.vote, iteration, 0)
         for step in count():
             have = wait()
             if not self._is_taken(have, drawn.vote, supply, step):
                 return
             self._num_given += 1
-            factors.append(self._votes.size / have if drawn.vote == 1 else 0.0)
+            supply.factors.append(self._votes.size / have if drawn.vote == 1 else 0.0)
             batch = drawn.batch
             if not self._ahead:
                 yield batch
-            drawn = supply.draw()
+            drawn = supply.draw(batches)
             wait = self._ask(drawn.vote, iteration, step + 1)
             if self._ahead:
                 yield batch
@@ -185,10 +178,15 @@ class _Drawn(NamedTuple):
 
 @final
 class Supply:
-    """One rank's batches of one iteration; after their end the last batch again, if `example` is given."""
+    """Draws one rank's batches of one iteration; after their end the last batch again, if `example` is given.
 
-    def __init__(self, batches: Iterator[Any], example: Callable[[], Any] | None, has_ended: bool) -> None:
-        self._batches, self._example, self._repeats = batches, example, example is not None
+    It does not hold the batches: their iterator refers to the position of the loop, which refers to this.
+    """
+
+    def __init__(self, example: Callable[[], Any] | None, has_ended: bool) -> None:
+        self._example, self._repeats = example, example is not None
+        self.factors: deque[float] = deque()
+        """For each batch that the loop has not received yet: the factor of its loss, see `RepeatedBatches`."""
         self.last: Any = None
         """What is repeated."""
         self.num_read = 0
@@ -196,9 +194,9 @@ class Supply:
         self.ended = has_ended
         """Whether this rank's data was read to its end."""
 
-    def draw(self) -> _Drawn:
+    def draw(self, batches: Iterator[Any]) -> _Drawn:
         """The next batch; `_END` if there is none."""
-        batch = _END if self.ended else next(self._batches, _END)
+        batch = _END if self.ended else next(batches, _END)
         if batch is not _END:
             self.num_read += 1
             self.last = batch if self._repeats else None

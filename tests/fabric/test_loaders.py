@@ -122,7 +122,7 @@ def of_another_world(fabric: Fabric, path: str, *, saved: bool) -> str:
     loader = fabric.setup_dataloaders(StatefulDataLoader(stream(2), 3))
     try:
         fabric.load(path, {"loader": loader}) if saved else fabric.save(path, {"loader": loader})
-        loader.load_state_dict({"loader": {}, "part": [1 - fabric.global_rank, 2]})
+        loader.load_state_dict(loader.state_dict() | {"part": [1 - fabric.global_rank, 2]})
     except ValueError as error:
         return str(error)
     return ""

@@ -206,7 +206,7 @@ def test_a_loader_that_the_state_names_is_saved_under_its_name_alone(fabric: Fab
     next(iter(training))
     fabric.save(tmp_path / "file", {**state, "loader": training})
     saved = read_checkpoint(tmp_path / "file")
-    assert saved["loader"]["order"]["epoch"] == 0
+    assert saved["loader"]["cursor"]["epoch"] == 0
     assert len(saved["fabric"]["loaders"]) == 1
     del training, evaluation
     gc.collect()

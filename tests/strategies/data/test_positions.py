@@ -306,9 +306,9 @@ def test_a_peek_does_not_move_the_position_and_a_break_does() -> None:
         if number == 2:
             next(iter(loader))
             break
-    assert loader.state_dict()["order"] | {"epoch": 0, "batches": 3, "samples": 24} == loader.state_dict()["order"]
+    assert loader.state_dict()["cursor"] | {"epoch": 0, "batches": 3, "samples": 24} == loader.state_dict()["cursor"]
     list(loader)
-    assert loader.state_dict()["order"] | {"epoch": 2, "batches": 0, "samples": 0} == loader.state_dict()["order"]
+    assert loader.state_dict()["cursor"] | {"epoch": 2, "batches": 0, "samples": 0} == loader.state_dict()["cursor"]
 
 
 def test_an_epoch_that_the_user_chooses_begins_with_its_first_batch() -> None:
@@ -506,9 +506,9 @@ def test_the_position_of_a_loader_that_a_thread_reads_is_known_there_and_between
     rest.load_state_dict(found[2][1])
     assert [batch.tolist() for batch in rest] == [batch for batch, _ in found[3:]]
     loader.set_epoch(1)
-    assert loader.state_dict()["order"]["epoch"] == 1
+    assert loader.state_dict()["cursor"]["epoch"] == 1
     list(loader)
-    assert loader.state_dict()["order"]["epoch"] == 2
+    assert loader.state_dict()["cursor"]["epoch"] == 2
 
 
 class ReadAhead(DataLoader[Any]):

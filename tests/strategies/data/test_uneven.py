@@ -42,9 +42,7 @@ def agree_over_threads(lengths: list[int], uneven: Uneven, *, ahead: bool, epoch
         agreement = Agreement(uneven, votes_over(collective), "parts", reported.append, ahead=ahead)
         data = range(lengths[collective.rank])
         try:
-            return [
-                list(agreement(iter(data), lambda: next(iter(data), None)).batches) for _ in range(epochs)
-            ], reported
+            return [list(agreement(iter(data), lambda: next(iter(data), None))[1]) for _ in range(epochs)], reported
         except RuntimeError as error:
             return str(error), reported
 
@@ -101,7 +99,7 @@ def test_what_a_loop_may_change_is_not_read_ahead() -> None:
     def body(collective: Collective) -> list[int]:
         state, seen = [0], []
         agreement = Agreement("stop", votes_over(collective), "parts", print, ahead=False)
-        for batch in agreement((state[0] for _ in range(4)), lambda: None).batches:
+        for batch in agreement((state[0] for _ in range(4)), lambda: None)[1]:
             seen.append(batch)
             state[0] += 1
         return seen
@@ -111,8 +109,9 @@ def test_what_a_loop_may_change_is_not_read_ahead() -> None:
 
 def test_one_batch_is_read_ahead_where_that_was_said() -> None:
     def body(collective: Collective) -> list[int]:
-        agreed = Agreement("stop", votes_over(collective), "parts", print, ahead=True)(iter(range(9)), lambda: None)
-        return [agreed.supply.num_read - step for step, _ in enumerate(agreed.batches, 1)]
+        agreement = Agreement("stop", votes_over(collective), "parts", print, ahead=True)
+        supply, batches = agreement(iter(range(9)), lambda: None)
+        return [supply.num_read - step for step, _ in enumerate(batches, 1)]
 
     assert run_threads(2, body) == [[1] * 8 + [0]] * 2
 
