@@ -141,6 +141,7 @@ numbers: environment  ## The suite over every strategy; writes the table of docs
 
 # Nothing is fetched: neither here, nor by who reads the pages. A warning is an error, also one about a link within them.
 docs: $(DOCS)/docs.done  ## The site: build/site/index.html, which a browser opens as a file; its search works there too
+	rm -rf build/site  # pages of other names than today's
 	$(DOCS)/bin/sphinx-build --quiet --fail-on-warning --keep-going --doctree-dir build/doctrees docs build/site
 
 pictures: environment  ## What terminals show in the tutorial, written to docs/_static/terminal

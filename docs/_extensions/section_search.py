@@ -16,7 +16,7 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.search import languages
 
-WORD = re.compile(r"[^\W_]+(?:_[^\W_]+)*_?", re.UNICODE)
+WORD = re.compile(r"[^\W_]+(?:_[^\W_]+)*")
 
 
 class Words:
@@ -87,11 +87,12 @@ def write(app: Sphinx, failure: Exception | None) -> None:
             number, text = len(documents), " ".join(" ".join(entry["text"]).split())
             body = Counter(words(text))
             documents.append([
-                app.builder.get_target_uri(docname), entry["title"], entry["anchor"], " > ".join(entry["above"]),
+                docname, entry["title"], entry["anchor"], " > ".join(entry["above"]),
                 text[:180], sum(body.values()),
             ])  # fmt: skip
             counts: dict[str, list[int]] = {}
-            for field, terms in enumerate((words(entry["title"]), words(" ".join(entry["above"])), body.elements())):
+            above = entry["above"] or [entry["title"]]  # a page is above itself, or its sections would come before it
+            for field, terms in enumerate((words(entry["title"]), words(" ".join(above)), body.elements())):
                 for term, count in Counter(terms).items():
                     counts.setdefault(term, [0, 0, 0])[field] = count
             for term, count in counts.items():

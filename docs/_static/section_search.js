@@ -4,12 +4,14 @@
 
 const WEIGHTS = [6, 2.5, 1]; // a word of the title, of the titles above, of the text
 const SATURATION = 1.2, LENGTH = 0.6;
+const PARTS = { "how-to": 1.15, tutorial: 1.05, reference: 0.85, measurements: 0.85 }; // who asks wants to know how first
+const ASKING = new Set("how do does did i can could we my our what when which why should you please am".split(" "));
 
 function termsOf(query) {
   const stemmer = new Stemmer();
-  const words = query.toLowerCase().match(/[\p{L}\p{N}]+(?:_[\p{L}\p{N}]+)*_?/gu) || [];
+  const words = query.toLowerCase().match(/[\p{L}\p{N}]+(?:_[\p{L}\p{N}]+)*/gu) || [];
   const isStopword = (word) => (stopwords.has ? stopwords.has(word) : stopwords.includes(word));
-  const kept = words.filter((word) => !isStopword(word));
+  const kept = words.filter((word) => !isStopword(word) && !ASKING.has(word));
   return (kept.length ? kept : words).map((word) => stemmer.stemWord(word));
 }
 
@@ -36,9 +38,12 @@ function sectionResults(query) {
   }, 0);
   const results = [...scores].map(([number, [score, matched]]) => {
     const [page, title, anchor, above, text] = documents[number];
-    const titleTerms = new Set(termsOf(title));
+    const head = termsOf(title.split(":")[0]), titleTerms = new Set(termsOf(title));
     const exact = terms.every((term) => titleTerms.has(term)) ? 1.25 : 1; // the title has all words of the query
-    return [page, above ? `${title} (${above.split(" > ").pop()})` : title, anchor, text, score * (matched / sum) ** 1.5 * exact, page, "title"];
+    const said = head.filter((term) => terms.includes(term)).length / Math.max(head.length, 1); // the title says no more
+    const weight = (PARTS[page.split("/")[0]] || 1) * exact * (1 + 0.3 * said) * (matched / sum) ** 1.5;
+    const name = above ? `${title} (${above.split(" > ").pop()})` : title;
+    return [page, name, anchor, text, score * weight, page, "title"];
   });
   results.sort((left, right) => left[4] - right[4]); // Sphinx shows them from the last on
   return results.slice(-40);
