@@ -1,6 +1,6 @@
 """The command line: `fabric run` starts a script with options for its `Fabric(...)`, `fabric doctor` reports what this
 machine can run, `fabric consolidate` exports a checkpoint, `fabric verify` compares a script with one process, and
-`fabric explain` shows every setting.
+`fabric explain` shows every setting, `fabric report` a page of a run.
 
 Each command imports what it needs when it runs, so that `--help` starts without torch.
 """
@@ -36,6 +36,9 @@ def parser() -> argparse.ArgumentParser:
         commands.add_parser("verify", allow_abbrev=False, help="compare a script's numbers with those of one process")
     )
     _add_explain(commands.add_parser("explain", allow_abbrev=False, help="show every setting, and where it comes from"))
+    report = commands.add_parser("report", help="one HTML page of a run, or of two side by side")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="a folder of `fabric.monitor(folder=...)` or `log_dir`")
+    report.add_argument("--out", metavar="FILE", help="by default report.html in the folder of the first run")
     doctor = commands.add_parser("doctor", help="show what this machine can run, and why not the rest")
     doctor.add_argument("--json", action="store_true", help="as JSON, for programs")
     doctor.add_argument("--strategies", action="store_true", help="what each strategy can and cannot do")

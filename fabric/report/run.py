@@ -1,0 +1,162 @@
+"""What is in the folder of a run, as far as it can be read: lines that cannot be read are named, and the rest is kept.
+
+All of it is optional but one: `monitor.jsonl` (`fabric.monitor`), `run.json` (settings and doctor), `metrics.csv`
+(`CSVLogger`), `failures.log` (the launcher, with `log_dir`), summaries of traces, and checkpoints.
+"""
+
+import csv
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+from fabric.checkpoints.directory import Name
+from fabric.report.description import NAME as DESCRIPTION
+from fabric.strategies.checkpoint.manifest import NAME as MANIFEST
+
+Line: TypeAlias = Mapping[str, Any]
+MONITOR, METRICS, FAILURES = "monitor.jsonl", "metrics.csv", "failures.log"
+DEPTH = 3
+"""How many folders deep checkpoints and metrics of loggers are looked for."""
+_FAILURE = re.compile(r"^# (\d+-\d+-\d+ \d+:\d+:\d+): ", re.MULTILINE)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Everything that is known of one run."""
+
+    folder: Path
+    lines: tuple[Line, ...]
+    """Of the monitor."""
+    logged: Mapping[str, list[tuple[float, float]]]
+    """By the name of each metric that loggers were given: steps and values."""
+    settings: tuple[Line, ...]
+    doctor: Line
+    failures: tuple[tuple[float, str], ...]
+    """Times and messages."""
+    traces: tuple[Line, ...]
+    checkpoints: tuple[Line, ...]
+    notes: list[str]
+    """What is missing or damaged, a sentence each."""
+
+    def of(self, *kinds: str) -> list[Line]:
+        """The lines of these kinds."""
+        return [line for line in self.lines if line["kind"] in kinds]
+
+    @property
+    def name(self) -> str:
+        """The folder's own name, or with the one above where that says little."""
+        path = self.folder.resolve()
+        return f"{path.parent.name}/{path.name}"
+
+
+def read(folder: Path) -> Run:
+    """Read all that is there. Raises: ValueError: it is no folder, or not that of a run of fabric."""
+    if not folder.is_dir():
+        raise ValueError(
+            f"`{folder}` is not a folder. Write that of a run: `fabric.monitor(folder=...)`, or `log_dir`."
+        )
+    notes: list[str] = []
+    described: Line = _json(folder / DESCRIPTION, notes) or {}
+    run = Run(
+        folder=folder,
+        lines=tuple(_monitored(folder / MONITOR, notes)),
+        logged=_logged(folder, notes),
+        settings=tuple(described.get("settings", ())),
+        doctor=described.get("doctor", {}),
+        failures=tuple(_failures(folder / FAILURES)),
+        traces=tuple(filter(None, (_json(file, notes) for file in sorted(folder.glob("trace-*.summary.json"))))),
+        checkpoints=tuple(_checkpoints(folder)),
+        notes=notes,
+    )
+    if not (run.lines or run.logged or run.settings or run.failures or run.traces or run.checkpoints or notes):
+        raise ValueError(
+            f"`{folder}` is not the folder of a run of fabric: it has neither {MONITOR} nor {DESCRIPTION}, {METRICS}, "
+            f"{FAILURES}, traces or checkpoints. `fabric.monitor(folder={str(folder)!r})` writes the first two."
+        )
+    if not run.lines:
+        notes.insert(
+            0, f"No {MONITOR}: the run had no `fabric.monitor(...)`, so times, memory and ranks are not known."
+        )
+    elif not run.of("window"):
+        notes.insert(0, "No steps: the run ended before its first window of steps.")
+    return run
+
+
+def _monitored(file: Path, notes: list[str]) -> Iterator[Line]:
+    if not file.exists():
+        return
+    rows = file.read_bytes().split(b"\n")
+    for number, row in enumerate(rows, 1):
+        try:
+            line = json.loads(row) if row.strip() else None
+        except ValueError:
+            how = "is cut off" if number == len(rows) else "cannot be read"
+            notes.append(f"Line {number} of {MONITOR} {how}, as by a kill while it was written; the others are shown.")
+            continue
+        if isinstance(line, dict) and "kind" in line:
+            yield line
+        elif line is not None:
+            raise ValueError(f"`{file}` was not written by `fabric.monitor`: its line {number} has no `kind`.")
+
+
+def _logged(folder: Path, notes: list[str]) -> dict[str, list[tuple[float, float]]]:
+    """The metrics of the newest `metrics.csv`, without those of the monitor."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    files = sorted(_within(folder, METRICS), key=lambda file: file.stat().st_mtime)
+    for file in files[-1:]:
+        with file.open(newline="", encoding="utf-8") as opened:
+            rows = csv.reader(opened)
+            names = next(rows, [])
+            if names[:1] != ["step"]:
+                notes.append(
+                    f"`{file}` is not shown: its first column is not `step`, so `CSVLogger` has not written it."
+                )
+                return {}
+            for count, row in enumerate(rows):
+                try:
+                    values = [float(cell) if cell else None for cell in row]
+                    step = count if values[0] is None else values[0]
+                    for name, value in zip(names[1:], values[1:], strict=False):
+                        if value is not None and not name.startswith("monitor/"):
+                            found.setdefault(name, []).append((step, value))
+                except ValueError:
+                    notes.append(f"Line {count + 2} of {file.name} cannot be read; the others are shown.")
+    return found
+
+
+def _failures(file: Path) -> Iterator[tuple[float, str]]:
+    if file.exists():
+        _, *parts = _FAILURE.split(file.read_text(encoding="utf-8", errors="replace"))
+        for date, message in zip(parts[::2], parts[1::2], strict=True):
+            yield time.mktime(time.strptime(date, "%Y-%m-%d %H:%M:%S")), message.strip()
+
+
+def _checkpoints(folder: Path) -> Iterator[Line]:
+    """Complete checkpoints, oldest first."""
+    for file in sorted(_within(folder, MANIFEST), key=lambda file: file.stat().st_mtime):
+        name = Name.parse(file.parent.name)
+        bytes_ = sum(part.stat().st_size for part in file.parent.iterdir())
+        step, metric = (name.step, name.metric) if name is not None else (None, None)
+        path = str(file.parent.relative_to(folder))
+        yield {"path": path, "step": step, "metric": metric, "bytes": bytes_, "time": file.stat().st_mtime}
+
+
+def _within(folder: Path, name: str) -> Iterator[Path]:
+    for depth in range(DEPTH + 1):
+        yield from folder.glob("*/" * depth + name)
+
+
+def _json(file: Path, notes: list[str]) -> Line | None:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    except ValueError:
+        content = None
+    if file.exists() and not isinstance(content, dict):
+        notes.append(f"{file.name} cannot be read; the rest is shown.")
+        return None
+    return content
