@@ -65,8 +65,8 @@ def strategies() -> str:
         value = getattr(module, name)
         if not (inspect.isclass(value) and issubclass(value, Strategy) and value is not Strategy):
             continue
-        words = ", ".join(f'`"{each}"`' for each in registered[value])
-        found.append(f"## `{name}`\n\n`strategy=`{words}\n")
+        words = ", ".join(f'`strategy="{each}"`' for each in registered[value])
+        found.append(f"## `{name}`\n\n{words}\n")
         found.append(directive("autoclass", f"fabric.strategies.{name}"))
     return "\n".join(found)
 
@@ -162,7 +162,31 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".") if text else ""
 
 
+HOW_TO = {
+    "Launch": "launch notebooks slurm kubernetes tpu rank-zero",
+    "The loop": "accumulate weight-by-tokens gradient-clipping mixed-precision scheduler several-models other-methods "
+    "weight-averaging compile optimizers callbacks",
+    "Data": "seeds iterable-dataset",
+    "Evaluate, save and stop": "evaluate checkpoints best-checkpoint resume early-stopping preemption",
+    "Memory and strategies": "choose-a-strategy strategies memory fsdp deepspeed lora tensor-parallel",
+    "See what happens": "own-logger profiling hangs verify",
+    "Extend": "own-strategy own-check own-environment",
+    "Move": "migrate",
+}
+
+
+def how_to() -> str:
+    """The pages by subject, and those of no subject below them."""
+    folder = ROOT / "docs/how-to"
+    named = {name for names in HOW_TO.values() for name in names.split()}
+    others = sorted(path.stem for path in folder.glob("*.md") if path.stem not in named | {"index"})
+    groups = {**HOW_TO, **({"More": " ".join(others)} if others else {})}
+    tree = "```{{toctree}}\n:maxdepth: 1\n\n{}\n```\n"
+    return "\n".join(f"## {title}\n\n" + tree.format("\n".join(names.split())) for title, names in groups.items())
+
+
 LISTS = {
+    "how to": how_to,
     "fabric": lambda: names_of("fabric"),
     "strategies": strategies,
     "parts of strategies": lambda: _without_strategies(),
@@ -205,12 +229,16 @@ def translate(app: Sphinx, what: str, name: str, value: Any, options: Any, lines
     text = re.sub(rf"(?m)^(?=(?:{FIELDS}): )", "\n", text)
     lines[:] = _rest(text).splitlines()
     if what == "class" and is_dataclass(value):
-        documented = option_docs(value)
+        documented, as_attribute = option_docs(value), not options.get("members")
         for field in fields(value):
-            if not field.name.startswith("_") and field.init:
-                default = "" if field.default is MISSING else f" Default: ``{_default(field.default)}``."
-                said = _rest(" ".join(documented.get(field.name, "").split()))
-                lines += ["", f"``{field.name}``", f"   {said}{default}".rstrip() or "   ..", ""]
+            if field.name.startswith("_") or not field.init or not documented.get(field.name):
+                continue
+            default = "" if field.default is MISSING else f" Default: ``{_default(field.default)}``."
+            said = _rest(" ".join(documented[field.name].split())) + default
+            if as_attribute:  # a name of its own, which the search finds
+                lines += ["", f".. py:attribute:: {field.name}", "", f"   {said}", ""]
+            elif field.name not in _own_docs(value):  # autodoc has the others
+                lines += ["", f"``{field.name}``", f"   {said}", ""]
 
 
 def _default(value: object) -> str:
@@ -225,13 +253,20 @@ def option_docs(strategy: type) -> dict[str, str]:
         _, _, args = doc.partition("\nArgs:\n")
         for option in re.findall(r"(?m)^    (\w+): ((?:.*\n?)(?:(?:     +.*)?(?:\n|\Z))*)", args):
             found[option[0]] = option[1]
-        if each.__module__.startswith("fabric"):
-            tree = ast.parse(inspect.getsource(inspect.getmodule(each)))  # type: ignore[arg-type]
-            for node in ast.walk(tree):
-                if isinstance(node, ast.ClassDef) and node.name == each.__name__:
-                    for field, said in zip(node.body, node.body[1:], strict=False):
-                        if isinstance(field, ast.AnnAssign) and isinstance(said, ast.Expr):
-                            found[ast.unparse(field.target)] = ast.literal_eval(said.value)
+        found |= _own_docs(each)
+    return found
+
+
+def _own_docs(value: type) -> dict[str, str]:
+    """The docstrings below the fields of a class of ours."""
+    found: dict[str, str] = {}
+    if not value.__module__.startswith("fabric"):
+        return found
+    for node in ast.walk(ast.parse(inspect.getsource(importlib.import_module(value.__module__)))):
+        if isinstance(node, ast.ClassDef) and node.name == value.__name__:
+            for field, said in zip(node.body, node.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(said, ast.Expr):
+                    found[ast.unparse(field.target)] = ast.literal_eval(said.value)
     return found
 
 

@@ -48,6 +48,7 @@ class ManualContext:
     """This rank, its device, collectives and mesh."""
 
     world: World
+    """The place of this process: rank, sizes, node."""
     device: torch.device
     """The device of this rank's tensors. Only `shard` moves tensors to it; the function moves the rest."""
     collective: Collective

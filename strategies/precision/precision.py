@@ -30,6 +30,7 @@ class Precision:
     """The dtypes of a run. Create one by name with `Precision.parse`."""
 
     name: str
+    """As `Fabric(precision=...)` shows it."""
     param_dtype: torch.dtype
     """Of parameters and buffers, and of the optimizer state made from them."""
     compute_dtype: torch.dtype
