@@ -133,7 +133,7 @@ others: docs test-examples test-browser test-clients test-xla test-horovod test-
 
 check: test-thorough test-today test-kernels test-device test-device-thorough others  ## All of these; --jobs 2 runs two of them at a time
 
-bench: $(RUN)/bench.done device  ## Ratios against raw PyTorch, and against others where they are installed
+bench: $(RUN)/bench.done device  ## Ratios against raw PyTorch and others; writes docs/measurements/bench.md
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)
 
 numbers: environment  ## The suite over every strategy; writes the table of docs/measurements/numbers.md

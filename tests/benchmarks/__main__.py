@@ -1,7 +1,7 @@
 """`make bench`: one table of ratios against raw PyTorch and, where installed, against what people use today.
 
-`BENCH_ARGS='sharded memory'` chooses parts of it: imports, programs, launches, start, many_ranks, process, ranks,
-numbers, sharded, memory, peaks, checkpoints, verify.
+It writes docs/measurements/bench.md. `BENCH_ARGS='sharded memory'` chooses parts of it:
+imports, programs, launches, start, many_ranks, process, ranks, numbers, sharded, memory, peaks, checkpoints, verify.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import sys
 
+import page
 import rivals
 import torch
 from checkpoints import checkpoints
@@ -18,7 +19,7 @@ from peaks import peaks
 from rich.console import Console
 from rich.table import Table
 from sharded import memory, steps
-from timing import Row
+from timing import Row, amount
 from whole_process import imports, launches, many_ranks, programs, start, verify
 
 from fabric import Fabric
@@ -57,7 +58,9 @@ def main(words: list[str]) -> None:
     unknown = set(words) - set(PARTS)
     if unknown:
         raise SystemExit(f"{sorted(unknown)[0]!r} is no part of the benchmarks. There are {', '.join(PARTS)}.")
-    lines = [row for name, part in PARTS.items() if name in (words or PARTS) for row in part()]
+    measured = {name: part() for name, part in PARTS.items() if name in (words or PARTS)}
+    page.write(measured, rivals.installed())
+    lines = [row for rows in measured.values() for row in rows]
     console = Console(width=130)
     here = f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads"
     console.print(f"{here}; held against: {', '.join(rivals.installed()) or 'nothing else is installed'}")
@@ -76,15 +79,9 @@ def _table(lines: list[Row]) -> Table:
             table.add_section()
         name = row.measurement if row.measurement != last else ""
         ratio = f"{row.ratio:.3f} +- {row.spread:.3f}"
-        table.add_row(name, row.variant, _amount(row.median, row), _amount(row.extra, row), ratio, row.target)
+        table.add_row(name, row.variant, amount(row.median, row), amount(row.extra, row), ratio, row.target)
         last = row.measurement
     return table
-
-
-def _amount(value: float, row: Row) -> str:
-    if row.unit != "us" or abs(value) < 1e3:
-        return f"{value:.1f} {row.unit}"
-    return f"{value / 1e3:.2f} ms" if abs(value) < 1e6 else f"{value / 1e6:.2f} s"
 
 
 if __name__ == "__main__":

@@ -33,6 +33,13 @@ class Row:
     unit: str = "us"
 
 
+def amount(value: float, row: Row) -> str:
+    """The value in its unit, as a reader wants it."""
+    if row.unit != "us" or abs(value) < 1e3:
+        return f"{value:.1f} {row.unit}"
+    return f"{value / 1e3:.2f} ms" if abs(value) < 1e6 else f"{value / 1e6:.2f} s"
+
+
 def race(
     measurement: str, variants: Mapping[str, Action], *, repeat: int, rounds: int = 15, target: str = ""
 ) -> list[Row]:
