@@ -479,7 +479,7 @@ class Fabric(Output):
         prepared = self._connected.objects.prepared(module, "ema")
         if "ema" in self.strategy.lacks:
             raise ValueError(self.strategy.lacks["ema"])
-        return MovingAverage(prepared, decay)
+        return MovingAverage(prepared, decay, self._connected.runtime.collective)
 
     def gathered(
         self, module: nn.Module, *, write: bool = False, for_forward: bool = False

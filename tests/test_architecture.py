@@ -38,6 +38,7 @@ PART_IMPORTS = {
         "fabric.strategies.collectives.collective",
     ): "the role, no member of it",
     ("strategies/checkpoint/background.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
+    ("strategies/checkpoint/tensors.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
     ("strategies/checkpoint/other_formats.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
     ("strategies/checkpoint/background.py", "fabric.strategies.accelerators.torch_accelerator"): "which have streams",
     ("strategies/data/transfer.py", "fabric.strategies.accelerators.torch_accelerator"): "which have streams",

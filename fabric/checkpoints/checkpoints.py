@@ -38,7 +38,7 @@ from fabric.strategies.checkpoint.state import (
     uncompiled,
 )
 from fabric.strategies.checkpoint.storage import storage_of
-from fabric.strategies.checkpoint.tensors import snapshot
+from fabric.strategies.checkpoint.tensors import gathered, snapshot
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.dtensor import local_part
 
@@ -71,7 +71,7 @@ class Checkpoints:
         self.wait()
         storage = storage_of(path)
         with saving_rank():
-            content = self.content(state, keep, gathered=False)
+            content = self.content(state, keep)
             if not blocking:
                 return self._background.start(storage, content, after_commit)
             write_and_commit.save(self._collective, storage, content, after_commit, self._background.off_device)
@@ -120,16 +120,16 @@ class Checkpoints:
         """The states of a model and an optimizer, in this order."""
         with torch.inference_mode(False), torch.no_grad():  # in which DTensors cannot be gathered
             content = self._states.read({str(number): each for number, each in enumerate(objects)})
-        is_rank_zero = self._runtime.world.is_global_zero
-        states = [snapshot(each, objects, local_part) if is_rank_zero else {} for each in content.values()]
+            whole = gathered(self._collective, content)
+        states = [snapshot(whole[each], objects, local_part) if whole else {} for each in content]
         return self._collective.broadcast_object(states) if all_ranks else states
 
-    def content(self, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
-        """The states of the objects: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""
+    def content(self, state: Mapping[str, Any], keep: Filter | None) -> dict[str, Any]:
+        """The states of the objects, as each rank holds them. Ranks: all."""
         _check_named("save", state)
-        content = self._states.read(state, keep, gathered=gathered)
+        content = self._states.read(state, keep)
         if any(is_stateful(each) for _, each in named_objects(dict(state))):
-            content[RUN] = self._run_state(state).read(gathered=gathered)
+            content[RUN] = self._run_state(state).read()
         return content
 
     def _read(self, path: Path) -> Any:

@@ -33,7 +33,7 @@ class LoaderStates(LoaderAccess):
     def is_loader(self, obj: object) -> bool:
         return isinstance(obj, (DataLoader, DeviceLoader))
 
-    def read(self, name: str, loader: Any, *, gathered: bool) -> Any:
+    def read(self, name: str, loader: Any) -> Any:
         if not is_stateful(loader):
             self._leave_out(name, loader)
             return SKIPPED
@@ -41,9 +41,8 @@ class LoaderStates(LoaderAccess):
         if not _reads_own_part(loader):
             return state
         collective = self._collective
-        states = collective.all_gather_object(state if gathered else of_other_rank(state))
-        if not gathered:
-            states[collective.rank] = of_rank(collective.rank, state)
+        states = collective.all_gather_object(of_other_rank(state))
+        states[collective.rank] = of_rank(collective.rank, state)
         return {OF_RANKS: states}
 
     def write(self, name: str, loader: Any, content: Any) -> None:

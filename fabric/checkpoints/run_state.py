@@ -50,15 +50,14 @@ class RunState:
             if isinstance(each, Optimizer) and each in set_up.optimizers
         }
 
-    def read(self, *, gathered: bool = False) -> dict[str, Any]:
-        """The entry to save; `gathered`: whole on every rank, otherwise with `TensorShards`. Ranks: all call it."""
+    def read(self) -> dict[str, Any]:
+        """The entry to save, with `TensorShards`. Ranks: all call it."""
         collective, share = self._runtime.collective, self._runtime.share
         generators = {name: rng.read() for name, rng in _rngs(self._runtime).items()}
         own, read = {"share": [share.index, share.count], **generators}, self._loaders.read()
-        of_ranks = collective.all_gather_object((own, read if gathered else of_other_rank(read)))
+        of_ranks = collective.all_gather_object((own, of_other_rank(read)))
         positions = [each for _, each in of_ranks]
-        if not gathered:
-            positions[collective.rank] = of_rank(collective.rank, read)
+        positions[collective.rank] = of_rank(collective.rank, read)
         return {
             "generators": [generators for generators, _ in of_ranks],
             "loaders": self._loaders.merged(positions),

@@ -2,7 +2,7 @@
 
 A bucket is gathered completely before its first tensor is yielded, so no rank waits for another within a bucket. A rank
 that leaves its loop early takes part in the remaining buckets until all ranks have left. Made of the shards that a
-checkpoint is made of (`StateAccess.read_module_shards`); tensors that every rank holds whole are copied, not sent.
+checkpoint is made of (`StateAccess.read_module`); tensors that every rank holds whole are copied, not sent.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,7 +71,7 @@ def weights(runtime: Runtime, module: nn.Module, access: StateAccess, wanted: Wa
     """See `Fabric.weights`. Ranks: all, with the same arguments. The plan is made now, and buckets as they are read."""
     collective, dtype = runtime.collective, wanted.dtype
     with torch.inference_mode(False), torch.no_grad():
-        held = access.read_module_shards(module)
+        held = access.read_module(module)
     if wanted.dequantize:
         held = _unquantised(module, held)
     own = {

@@ -105,10 +105,10 @@ def _held(
         how = _access(model.state, size, is_replicated=model.layout.weights == "replicas")
         parameters = dict(model.module.named_parameters(remove_duplicate=False))
         is_changed = any(known.get(name) is not each for name, each in parameters.items())
-        if not _tells_holders(how) or (is_changed and not isinstance(how, PlainState)):  # the strategy raises itself
+        if is_changed and not isinstance(how, PlainState):  # the strategy raises itself
             continue
         owners = {key: name for name, each in parameters.items() for key in plain_tensors(each, name)}
-        for key, value in how.read_module_shards(model.module).items():
+        for key, value in how.read_module(model.module).items():
             name = owners.get(key, "")
             parameter = parameters.get(name)
             if parameter is None or known.get(name) is not parameter:
@@ -122,9 +122,9 @@ def _held(
         how = _access(given, size, is_replicated=any(each.optimizer_states == "replicas" for each in layouts))
         of_groups = parameters_of(optimizer)
         # The program may have taken parameters out of its groups.
-        if not _tells_holders(how) or set(optimizer.state).difference(of_groups):
+        if set(optimizer.state).difference(of_groups):
             continue
-        for index, entries in how.read_optimizer_shards(optimizer).get("state", {}).items():
+        for index, entries in how.read_optimizer(optimizer).get("state", {}).items():
             of = _named(of_groups[index], index, names) if index < len(of_groups) else f"parameter {index}"
             for name, value in entries.items():
                 if isinstance(value, TensorShards):
@@ -137,10 +137,6 @@ def _named(parameter: Tensor, place: int | str, names: Mapping[int, str]) -> str
 
 def _access(access: StateAccess, size: int, *, is_replicated: bool) -> StateAccess:
     return PlainState(size) if is_replicated or isinstance(access, PlainState) else access
-
-
-def _tells_holders(access: StateAccess) -> bool:
-    return type(access).read_module_shards is not StateAccess.read_module_shards
 
 
 def _text(value: Any) -> str | None:

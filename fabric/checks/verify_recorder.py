@@ -20,6 +20,7 @@ from fabric.checks.check import Check
 from fabric.checks.verify_record import RankFacts, Record, Recording, Sketch, Step, sketch_of
 from fabric.launchers.process.stack import FORWARD
 from fabric.strategies.checkpoint.state import StateAccess, uncompiled
+from fabric.strategies.checkpoint.tensors import gathered
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.data.partition import Joined
 from fabric.strategies.data.rng import digest, torch_rng
@@ -200,7 +201,9 @@ class Recorder(Check):
         return {
             prefix + name: sketch_of(value)
             for prefix, model in self.models.items()
-            for name, value in model.state.read_module(uncompiled(model.module)).items()
+            for name, value in gathered(
+                self.runtime.collective, model.state.read_module(uncompiled(model.module))
+            ).items()
             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
         }
 

@@ -27,6 +27,7 @@ from fabric.lightning.utilities.seed import seed_everything
 from fabric.lightning.wrappers import AfterStep, _FabricDataLoader, _FabricModule, prepared, unwrap
 from fabric.output.callbacks import methods
 from fabric.strategies.checkpoint import other_formats
+from fabric.strategies.checkpoint.tensors import gathered
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.tensors.nests import map_by_path
 
@@ -344,8 +345,9 @@ class Fabric:
         if self._strategy.saves_shards:
             self.core.save(path, plain, filter)
         else:
-            content = self.core._connected.checkpoints.content(plain, filter, gathered=True)
-            other_formats.save(self.core._connected.runtime.collective, path, content)
+            content = self.core._connected.checkpoints.content(plain, filter)
+            collective = self.core._connected.runtime.collective
+            other_formats.save(collective, path, gathered(collective, content))
 
     def load(
         self,

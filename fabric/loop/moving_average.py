@@ -4,7 +4,7 @@ Each rank averages its shards, with one `torch._foreach` operation and without c
 loaded, the average is written into the parameters, so that the strategy treats it as it treats the weights.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
@@ -14,7 +14,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fabric.strategies.checkpoint.state import ObjectStates, ShardedStateful, uncompiled
-from fabric.strategies.checkpoint.tensors import TensorShards, in_memory
+from fabric.strategies.checkpoint.tensors import TensorShards, gathered, in_memory
+from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.tensors.dtensor import local_part
 from fabric.strategies.tensors.wrapper_subclass import is_wrapped
@@ -28,12 +29,12 @@ class MovingAverage(ShardedStateful):
     and the model's buffers as they are.
     """
 
-    def __init__(self, prepared: Prepared, decay: float) -> None:
+    def __init__(self, prepared: Prepared, decay: float, collective: Collective) -> None:
         if not 0 <= decay < 1:
             raise ValueError(
                 f"`fabric.ema(model, decay={decay!r})`: a decay is a number from 0 to below 1, such as 0.999."
             )
-        self._prepared, self.decay = prepared, decay
+        self._prepared, self.decay, self._collective = prepared, decay, collective
         self.num_updates = 0
         """Number of updates so far."""
         self._is_applied = False
@@ -79,14 +80,18 @@ class MovingAverage(ShardedStateful):
 
     def state_dict(self) -> dict[str, Any]:
         """The unsharded averages, on rank 0. Ranks: all call it."""
-        return self._read(self._prepared.state.read_module)
+        return dict(gathered(self._collective, self.sharded_state_dict()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that is unsharded on every rank. Ranks: all call it."""
         self.load_sharded(state_dict)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        return self._read(self._prepared.state.read_module_shards)
+        # The state shares the memory of the weights, which are restored.
+        with nullcontext() if self._is_applied else self.applied():
+            read = self._prepared.state.read_module(uncompiled(self._prepared.module))
+            state = {name: _copied(value) for name, value in read.items()}
+        return {"model": state, "num_updates": self.num_updates}
 
     def load_sharded(self, content: Any) -> None:
         self._refuse_applied("average.load_state_dict()")
@@ -98,12 +103,6 @@ class MovingAverage(ShardedStateful):
         finally:
             self._write(own)
         self.num_updates = int(in_memory(content["num_updates"]))
-
-    def _read(self, read: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        # The state shares the memory of the weights, which are restored.
-        with nullcontext() if self._is_applied else self.applied():
-            state = {name: _copied(value) for name, value in read(uncompiled(self._prepared.module)).items()}
-        return {"model": state, "num_updates": self.num_updates}
 
     def _weights(self) -> list[Tensor]:
         if self._prepared.trained is not None:

@@ -74,8 +74,9 @@ class ShardedStateful(Stateful, ABC):
 class StateAccess(ABC):
     """Reads the state of modules and optimizers, and writes it back. Ranks: all call each method.
 
-    `read_*` returns what `Module.state_dict()` and `Optimizer.state_dict()` would return in one plain process: whole on
-    rank 0; on other ranks it may be empty, to save memory. `write_*` takes the same, whole and equal on every rank.
+    `read_*` returns what `Module.state_dict()` and `Optimizer.state_dict()` would return in one plain process, but with
+    a `TensorShards` for each tensor that other ranks hold shards or replicas of: nothing is gathered (see `gathered`).
+    Other tensors are those of rank 0. `write_*` takes whole tensors, equal on every rank.
     """
 
     hooks_read_parameters: ClassVar[bool] = False
@@ -99,17 +100,6 @@ class StateAccess(ABC):
     @abstractmethod
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         """Load the state of an optimizer."""
-
-    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        """As `read_module`, but with a `TensorShards` for each tensor that other ranks hold shards or replicas of.
-
-        Nothing is gathered. Plain tensors are saved whole, by rank 0.
-        """
-        return self.read_module(module)
-
-    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As `read_optimizer`, but not gathered: see above."""
-        return self.read_optimizer(optimizer)
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
         """The shape of each tensor in the whole state, None for other entries. Ranks: each on its own."""
@@ -173,26 +163,20 @@ class PlainState(StateAccess):
     def __init__(self, num_replicas: int = 1) -> None:
         self._replicas = tuple(range(num_replicas))
 
-    def read_module(self, module: nn.Module) -> dict[str, Any]:
-        return plain_state(module)
-
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         module.load_state_dict(content, strict=strict)
-
-    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        return optimizer.state_dict()
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         optimizer.load_state_dict(content)
 
-    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
+    def read_module(self, module: nn.Module) -> dict[str, Any]:
         state = plain_state(module)
         for name, _ in module.named_parameters(remove_duplicate=False):
             if name in state:
                 state[name] = self._replicated(state[name])
         return state
 
-    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
+    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         return map_state(optimizer.state_dict(), lambda index, name, value: self._replicated(value))
 
     def _replicated(self, value: Any) -> Any:
@@ -221,8 +205,8 @@ class LoaderAccess(ABC):
         return self.is_loader(obj) and not is_stateful(obj)
 
     @abstractmethod
-    def read(self, name: str, loader: Any, *, gathered: bool) -> Any:
-        """The loader's state, or `SKIPPED`; `name`: the entry in the state. `gathered`: see `ObjectStates.read`."""
+    def read(self, name: str, loader: Any) -> Any:
+        """The loader's state, or `SKIPPED`; `name`: the entry in the state. See `ObjectStates.read`."""
 
     @abstractmethod
     def write(self, name: str, loader: Any, content: Any) -> None:
@@ -238,11 +222,10 @@ class ObjectStates:
     loaders: LoaderAccess | None = None
     """None: data loaders are objects like others."""
 
-    def read(self, state: Mapping[str, Any], keep: Filter | None = None, *, gathered: bool = True) -> dict[str, Any]:
+    def read(self, state: Mapping[str, Any], keep: Filter | None = None) -> dict[str, Any]:
         """`state` with each stateful object replaced by its state; `keep` selects entries of it, by the object's name.
 
-        Loaders without a state are left out; in a list, they are None. `gathered`: rank 0 gets whole models and
-        optimizers; otherwise each rank gets its shards, as `TensorShards`.
+        Loaders without a state are left out; in a list, they are None. Each rank gets its shards, as `TensorShards`.
         Ranks: all call it with the same names.
         Raises: ValueError: `keep` has a name that is not in `state`. TypeError: `keep` is no dictionary of functions,
         or names an object without entries.
@@ -255,7 +238,7 @@ class ObjectStates:
                 raise ValueError(
                     f"`filter` has {name!r}, but the state has {', '.join(map(repr, state))}. Use one of these names."
                 )
-        read = {name: self._read(name, value, gathered) for name, value in state.items()}
+        read = {name: self._read(name, value) for name, value in state.items()}
         return {name: _kept(name, value, keep.get(name)) for name, value in read.items() if value is not SKIPPED}
 
     def restore(self, state: MutableMapping[str, Any], content: dict[str, Any], *, strict: bool) -> dict[str, Any]:
@@ -305,29 +288,27 @@ class ObjectStates:
             f"{there}. Load into as many objects as were saved."
         )
 
-    def _read(self, name: str, value: Any, gathered: bool) -> Any:
+    def _read(self, name: str, value: Any) -> Any:
         """The state of an object, or a nest with the states of all objects in it."""
         if isinstance(value, nn.Module):
-            access, module = self.access(uncompiled(value)), uncompiled(value)
-            return access.read_module(module) if gathered else access.read_module_shards(module)
+            return self.access(uncompiled(value)).read_module(uncompiled(value))
         if isinstance(value, Optimizer):
-            access = self.access(value)
-            return access.read_optimizer(value) if gathered else access.read_optimizer_shards(value)
+            return self.access(value).read_optimizer(value)
         if self.loaders and self.loaders.is_loader(value):
-            return self.loaders.read(name, value, gathered=gathered)
-        if isinstance(value, ShardedStateful) and not gathered:
+            return self.loaders.read(name, value)
+        if isinstance(value, ShardedStateful):
             return value.sharded_state_dict()
         if is_stateful(value):
             return value.state_dict()
         if isinstance(value, dict):
             found = copy(value)  # keeps its class, which may be one that can be saved (`Counter`) or not
             for key, entry in value.items():
-                found[key] = self._read(str(key), entry, gathered)
+                found[key] = self._read(str(key), entry)
                 if found[key] is SKIPPED:
                     del found[key]
             return found
         if type(value) in (list, tuple):  # a `torch.Size` has no objects, and a `NamedTuple` cannot be saved
-            entries = (self._read(name, entry, gathered) for entry in value)
+            entries = (self._read(name, entry) for entry in value)
             return type(value)(None if entry is SKIPPED else entry for entry in entries)
         return value
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.values import DTYPES
+from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.tensors.chunk import Chunk, Shape, chunks_of_range, whole
-from fabric.strategies.tensors.nests import map_leaves, map_only_tensors, tensors_in
+from fabric.strategies.tensors.nests import leaves_in, map_leaves, map_only_tensors, tensors_in
 from fabric.strategies.tensors.wrapper_subclass import Wrapped, is_wrapped, on_cpu, plain_tensors, unflattened
 
 if TYPE_CHECKING:
@@ -76,6 +77,51 @@ def flat_shard(shape: Sequence[int], start: int, elements: Tensor, rank: int) ->
         shards.append((chunk, elements.detach()[taken : taken + chunk.numel].view(chunk.shape)))
         taken += chunk.numel
     return TensorShards(shape, elements.dtype, tuple(shards), (rank,))
+
+
+@torch.no_grad()
+def gathered(collective: Collective, content: Any) -> Any:
+    """The nest on rank 0 with whole tensors in place of `TensorShards`, on the CPU unless rank 0 holds one whole; `{}`
+    on the other ranks. A value that is in several places stays one.
+
+    Ranks: all, with a `TensorShards` of the same tensor in the same place.
+    Cost: each rank sends rank 0 the chunks that no lower rank holds, one at a time.
+    """
+    shards = {id(each): each for each in leaves_in(content, lambda leaf: isinstance(leaf, TensorShards))}
+    own = [(each.shape, [chunk for chunk, _ in each.shards]) for each in shards.values()]
+    of_ranks = collective.all_gather_object(own)
+    if any([shape for shape, _ in each] != [shape for shape, _ in of_ranks[0]] for each in of_ranks):
+        raise ValueError("The ranks have different objects, or tensors of other shapes. Pass the same on all ranks.")
+    whole_of = {}
+    for (key, each), held in zip(shards.items(), zip(*of_ranks, strict=True), strict=True):
+        whole_of[key] = _on_rank_zero(collective, each, [chunks for _, chunks in held])
+
+    def filled(leaf: Any) -> Any:
+        if isinstance(leaf, Wrapped):
+            return unflattened(leaf, filled)
+        return whole_of[id(leaf)] if isinstance(leaf, TensorShards) else leaf
+
+    is_leaf = (TensorShards, Wrapped, Tensor)
+    return map_leaves(filled, content, is_leaf=lambda leaf: isinstance(leaf, is_leaf)) if collective.rank == 0 else {}
+
+
+def _on_rank_zero(collective: Collective, tensor: TensorShards, held: Sequence[Sequence[Chunk]]) -> Tensor | None:
+    """The whole tensor on rank 0. `held`: the chunks of each rank."""
+    parts, everything, rank = dict(tensor.shards), whole(tensor.shape), collective.rank
+    if rank == 0 and everything in parts:
+        return parts[everything]
+    made = torch.empty(tensor.shape if rank == 0 else 0, dtype=tensor.dtype, device="cpu")
+    senders: dict[Chunk, int] = {}
+    for number, chunks in enumerate(held):
+        for chunk in chunks:
+            senders.setdefault(chunk, number)
+    for chunk, sender in senders.items() if everything not in held[0] else ():
+        if sender == rank != 0:
+            collective.send(parts[chunk].to("cpu"), 0)
+        elif rank == 0:
+            like = torch.empty(chunk.shape, dtype=tensor.dtype, device="cpu")
+            made[chunk.slices_in(everything)].copy_(parts[chunk] if sender == 0 else collective.recv(like, sender))
+    return made
 
 
 def memory_of(part: Tensor) -> tuple[Any, ...]:

@@ -53,14 +53,11 @@ class ZeroState(StateAccess):
     # Modules
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
-        return self._module_state(module, lambda tensor: self._keep(self._whole(tensor)))
-
-    def _module_state(self, module: nn.Module, entry: Callable[[Tensor], Any]) -> dict[str, Any]:
-        """The state of a module, `entry(tensor)` for each tensor. All names of a tied tensor share one entry.
+        """All names of a tied tensor share one entry.
 
         Raises: RuntimeError: a hook computed an entry from a sharded parameter, which is empty here.
         """
-        read = cache(entry)
+        read = cache(self._shards)
         self._released.empty()
         state = plain_state(module, keep_vars=True)
         self._released.fill()
@@ -81,9 +78,6 @@ class ZeroState(StateAccess):
 
     def group_sizes(self, optimizer: Optimizer) -> list[int]:
         return [len(group) for group in self.groups]
-
-    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        return self._module_state(module, self._shards)
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         self.write_module(module, content, strict=strict)
@@ -165,13 +159,6 @@ class ZeroState(StateAccess):
     # Optimizers
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._optimizer_state(optimizer, self._read_entry)
-
-    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._optimizer_state(optimizer, self._trained_shards)
-
-    def _optimizer_state(self, optimizer: Optimizer, entry: Callable[[Tensor, str], Any]) -> dict[str, Any]:
-        """`entry`: returns the part of a parameter in a flat state."""
         self._link()
         state: dict[int, dict[str, Any]] = {}
         groups = []
@@ -180,7 +167,7 @@ class ZeroState(StateAccess):
             groups.append({name: value for name, value in group.items() if name != "params"})
             groups[-1]["params"] = list(range(number, number + len(parameters)))
             for parameter in parameters:
-                entries = self._entries(parameter, entry) if id(parameter) in self.trained else {}
+                entries = self._entries(parameter) if id(parameter) in self.trained else {}
                 if entries:
                     state[number] = entries
                 number += 1
@@ -231,21 +218,15 @@ class ZeroState(StateAccess):
             return list(zip(self.zero.fp32_partitioned_groups_flat, self.zero.fp16_groups, strict=True))
         return list(zip(self.zero.single_partition_of_fp32_groups, self.zero.bit16_groups, strict=True))
 
-    def _entries(self, parameter: Tensor, entry: Callable[[Tensor, str], Any]) -> dict[str, Any]:
+    def _entries(self, parameter: Tensor) -> dict[str, Any]:
         flat = next(flat for flat, parameters in self._flats() if any(p is parameter for p in parameters))
-        entries = {}
+        entries: dict[str, Any] = {}
         for key, value in self.zero.optimizer.state.get(flat, {}).items():
             if isinstance(value, Tensor) and key != "step" and value.shape == flat.shape:
-                entries[key] = entry(parameter, key)
+                entries[key] = self._trained_shards(parameter, key)
             else:
                 entries[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
         return entries
-
-    def _read_entry(self, parameter: Tensor, key: str) -> Tensor:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        with _reached(parameter):
-            return self._keep(safe_get_full_optimizer_state(parameter, key).view(shape_of(parameter)))
 
     # One tensor
 
@@ -275,9 +256,6 @@ class ZeroState(StateAccess):
         if key is None:
             own = as_changed(own, parameter.detach().flatten()[start : start + own.numel()])
         return flat_shard(shape, start, own, rank)
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu() if self.world.is_global_zero else torch.empty(0)
 
     def _write_shard(self, parameter: Tensor, value: Tensor, key: str | None) -> None:
         """Copy this rank's shard of `value` into the weights, or into the optimizer's `key`."""

@@ -177,7 +177,7 @@ def _is_shard(parameter: Tensor) -> bool:
 
 @final
 class SlicedState(StateAccess):
-    """Writes the shards of each rank. Unsharded tensors are gathered one by one, and rank 0 keeps them."""
+    """The shards of each rank."""
 
     hooks_read_parameters = True
 
@@ -208,19 +208,19 @@ class SlicedState(StateAccess):
         return (slice_of(parameter, self._collective), known._fp32_shard.to(parameter.dtype)) if is_whole else None
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
-        return self._module_state(module, self._kept)
-
-    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
         return self._module_state(module, self._shards)
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         PLAIN.write_module(module, content, strict=strict)
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._optimizer_state(optimizer, self._kept)
+        parameters: list[Any] = parameters_of(optimizer)
 
-    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._optimizer_state(optimizer, self._shards)
+        def own(index: Any, name: str, value: Any) -> Any:
+            parameter = parameters[index]
+            return self._shards(value, parameter._orig_size) if _is_sliced(name, value, parameter) else value
+
+        return map_state(held_state(optimizer), own)
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         # As shards: an optimizer that overrides `load_state_dict` may read its argument again after calling torch's.
@@ -243,19 +243,6 @@ class SlicedState(StateAccess):
                     made[value] = entry(value, cast(Any, value)._orig_size)
                 state[name] = made[value]
         return state
-
-    def _optimizer_state(self, optimizer: Optimizer, entry: _Entry) -> dict[str, Any]:
-        parameters: list[Any] = parameters_of(optimizer)
-
-        def own(index: Any, name: str, value: Any) -> Any:
-            parameter = parameters[index]
-            return entry(value, parameter._orig_size) if _is_sliced(name, value, parameter) else value
-
-        return map_state(held_state(optimizer), own)
-
-    def _kept(self, own: Tensor, shape: torch.Size) -> Tensor:
-        whole = whole_of(self._collective, own, shape)
-        return whole.to("cpu", copy=True) if self._collective.rank == 0 else torch.empty(0)
 
     def _shards(self, own: Tensor, shape: torch.Size) -> TensorShards:
         return flat_shard(shape, self._collective.rank * own.numel(), own.detach(), self._collective.rank)

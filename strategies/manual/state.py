@@ -53,11 +53,7 @@ class ManualState(StateAccess):
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
-        self._sharded = ShardedState(collective.rank)
-
-    def read_module(self, module: nn.Module) -> dict[str, Any]:
-        self._check({f"`{name}`": parameter for name, parameter in own_parameters(module).items()})
-        return _renamed(self._sharded.read_module(module), lambda name: own_name(module, name))
+        self._sharded = ShardedState()
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         tensors, submodules = module.state_dict(), dict(module.named_modules(remove_duplicate=False))
@@ -67,26 +63,22 @@ class ManualState(StateAccess):
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
         return {own_name(module, name): shape for name, shape in self._sharded.shapes(module).items()}
 
-    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
+    def read_module(self, module: nn.Module) -> dict[str, Any]:
         self._check({f"`{name}`": parameter for name, parameter in own_parameters(module).items()})
-        state = self._sharded.read_module_shards(module)
+        state = self._sharded.read_module(module)
         for name, _ in module.named_parameters(remove_duplicate=False):
             if name in state:
                 state[name] = self._replicated(state[name])
         return _renamed(state, lambda name: own_name(module, name))
 
-    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
+    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_states(optimizer)
-        content = self._sharded.read_optimizer_shards(optimizer)
+        content = self._sharded.read_optimizer(optimizer)
         return map_state(content, lambda index, name, value: self._replicated(value))
 
     def _replicated(self, value: Any) -> Any:
         """A plain tensor, which `_check` has found equal on all ranks: each of them saves a part."""
         return replicated(value, range(self._collective.size)) if isinstance(value, Tensor) else value
-
-    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._check_states(optimizer)
-        return self._sharded.read_optimizer(optimizer)
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         self._sharded.write_optimizer(optimizer, content)

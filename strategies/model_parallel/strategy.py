@@ -182,7 +182,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
         return replace(
             made,
             clip_norm=partial(clip_norm, scaler=runtime.loss_scaler, across=line),
-            state=PipelineState(whole, ShardedState(peers.rank), line, rank=runtime.world.rank, keeps=peers.rank == 0),
+            state=PipelineState(whole, ShardedState(), line, rank=runtime.world.rank, keeps=peers.rank == 0),
         )
 
     def _parallelize(self, runtime: Runtime, module: nn.Module) -> nn.Module:

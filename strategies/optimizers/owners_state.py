@@ -1,7 +1,4 @@
-"""The state of an optimizer whose parameters have owners: each rank has the states of those that it owns.
-
-Rank 0 gathers for `state_dict`; to be saved, nothing is gathered.
-"""
+"""The state of an optimizer whose parameters have owners: each rank has the states of those that it owns."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -14,7 +11,7 @@ from fabric.strategies.checkpoint.tensors import in_memory, of_other_rank, of_ra
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.optimizers.owners import needs_owners, owners
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.sharded_state import ShardedState, entries_on_rank_zero
+from fabric.strategies.sharding.sharded_state import ShardedState
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.tensors.wrapper_subclass import flattened
@@ -46,9 +43,6 @@ class OwnersState(StateAccess):
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         self.others.load_module(module, content, strict=strict)
 
-    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        return self.others.read_module_shards(module)
-
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
         if self.is_owned(optimizer):
             self.write_optimizer(optimizer, content)
@@ -68,28 +62,17 @@ class OwnersState(StateAccess):
         return {**content, "state": {key: one for key, one in content["state"].items() if key not in left_out}}
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state, on the CPU of rank 0."""
         if not self.is_owned(optimizer):
             return self.others.read_optimizer(optimizer)
-        whole = self._of_all_owners(optimizer, entries_on_rank_zero)
-        return whole if self.collective.rank == 0 else {}
-
-    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
-        if not self.is_owned(optimizer):
-            return self.others.read_optimizer_shards(optimizer)
-        return self._of_all_owners(optimizer, shards_by_owner)
-
-    def _of_all_owners(self, optimizer: Optimizer, combine: Callable[..., dict[int, Any]]) -> dict[str, Any]:
-        """The state of all parameters. `combine(collective, states)` returns the states of all ranks."""
         held = held_state(optimizer)
         mine = {key: value for key, value in held["state"].items() if isinstance(key, int)}
         others = {key: value for key, value in held["state"].items() if key not in mine}
-        return {**held, "state": {**others, **dict(sorted(combine(self.collective, mine).items()))}}
+        return {**held, "state": {**others, **shards_by_owner(self.collective, mine)}}
 
 
 def sharded_state(runtime: Runtime) -> OwnersState:
     """The state of sharded models, some of whose optimizers are stepped by owners."""
-    return OwnersState(runtime.collective, ShardedState(runtime.world.rank), is_owned=needs_owners)
+    return OwnersState(runtime.collective, ShardedState(), is_owned=needs_owners)
 
 
 def held_state(optimizer: Optimizer) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The state of sharded modules and optimizers: read whole or in shards, and loaded in the present layout."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from functools import cache
 from typing import TYPE_CHECKING, Any, final
@@ -11,17 +11,12 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import StateAccess, by_saved_index, converts, map_state
 from fabric.strategies.checkpoint.tensors import Stored, TensorShards, in_memory, is_extra_state
-from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.tensors.chunk import whole as whole_chunk
-from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part, shard_like, whole
-from fabric.strategies.tensors.nests import map_leaves, map_only_tensors
+from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part, shard_like
 from fabric.strategies.tensors.wrapper_subclass import (
     Wrapped,
-    flattened,
     is_wrapped,
-    on_cpu,
     plain_state,
-    unflattened,
 )
 
 if TYPE_CHECKING:
@@ -57,16 +52,7 @@ def shard_state(name: str, value: Any, parameter: Tensor, existing: Any = None) 
 
 @final
 class ShardedState(StateAccess):
-    """Sharded states: reading gathers one tensor at a time, and keeps it on rank 0, on the CPU."""
-
-    def __init__(self, rank: int) -> None:
-        self.keeps = rank == 0
-
-    def read_module(self, module: nn.Module) -> dict[str, Any]:
-        state = plain_state(module)
-        for name, value in state.items():
-            state[name] = self._gathered(value)
-        return state if self.keeps else {}
+    """The state of DTensors."""
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         targets = module.state_dict()
@@ -83,14 +69,14 @@ class ShardedState(StateAccess):
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         self.write_module(module, content, strict=strict)
 
-    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
+    def read_module(self, module: nn.Module) -> dict[str, Any]:
         state = plain_state(module, keep_vars=True)  # `detach` of a DTensor costs ten times as much as `to_local`
         holders = cache(_holders)
         for name, value in state.items():
             state[name] = tensor_shards(value.detach() if type(value) is nn.Parameter else value, holders)
         return state
 
-    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
+    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         holders = cache(_holders)
         return map_state(optimizer.state_dict(), lambda index, name, value: tensor_shards(value, holders))
 
@@ -105,10 +91,6 @@ class ShardedState(StateAccess):
         states = map_state(content, kept)["state"]
         self.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": states})
 
-    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        content = map_state(optimizer.state_dict(), lambda index, name, value: self._gathered(value))
-        return content if self.keeps else {}
-
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         by_index = by_saved_index(optimizer, content)
 
@@ -119,37 +101,6 @@ class ShardedState(StateAccess):
             return shard_state(name, value, parameter, optimizer.state.get(parameter, {}).get(name))
 
         optimizer.load_state_dict(map_state(content, laid_out))
-
-    def _gathered(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if is_wrapped(value):
-            return on_cpu(value)
-        _refuse_wrapped(local_part(value))
-        gathered = whole(value)
-        return gathered.detach().to("cpu") if self.keeps else torch.empty(0)
-
-
-def entries_on_rank_zero(collective: Collective, mine: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The entries of all ranks, one at a time, with their tensors on the CPU of rank 0; nothing on other ranks.
-
-    If several ranks have an entry, that of the first rank counts. Ranks: all call it.
-    """
-    whole: dict[Any, Any] = {}
-    for rank, keys in enumerate(collective.all_gather_object(list(mine))):
-        for key in keys:
-            entry = collective.broadcast_object(map_only_tensors(flattened, mine.get(key)), src=rank)
-            if collective.rank == 0 and key not in whole:
-                whole[key] = map_leaves(_on_cpu, entry, is_leaf=_is_whole)
-    return whole
-
-
-def _is_whole(leaf: Any) -> bool:
-    return isinstance(leaf, (Tensor, Wrapped))
-
-
-def _on_cpu(leaf: Any) -> Any:
-    return unflattened(leaf, lambda tensor: tensor.detach().to("cpu")) if _is_whole(leaf) else leaf
 
 
 def tensor_shards(value: Any, holders: "Callable[[DeviceMesh, tuple[Placement, ...]], tuple[int, ...]]") -> Any:

@@ -172,41 +172,25 @@ def marked_batches(batches: Iterator[Any], device: torch.device) -> Iterator[Any
 
 @final
 class XLAState(StateAccess):
-    """State of replicas on XLA devices; rank 0 reads it as CPU tensors, other ranks read nothing.
+    """State of replicas on XLA devices. `num_replicas`: see `PlainState`."""
 
-    `num_replicas`: the number of ranks with equal parameters and optimizer states; each rank saves a part.
-    """
+    def __init__(self, num_replicas: int = 1) -> None:
+        self._plain = PlainState(num_replicas)
 
-    def __init__(self, rank: int, num_replicas: int = 1) -> None:
-        self.keeps = rank == 0
-        self._replicas = PlainState(num_replicas) if num_replicas > 1 else None
+    # Marked on all ranks: the recorded graph may have collectives, which reading would run on one rank.
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
-        return self._on_cpu(module.state_dict())
+        _mark()
+        return self._plain.read_module(module)
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
-        module.load_state_dict(content, strict=strict)
+        self._plain.write_module(module, content, strict=strict)
         _mark()
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._on_cpu(optimizer.state_dict())
+        _mark()
+        return self._plain.read_optimizer(optimizer)
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
-        optimizer.load_state_dict(content)
+        self._plain.write_optimizer(optimizer, content)
         _mark()
-
-    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        if self._replicas is None:
-            return self.read_module(module)
-        _mark()
-        return self._replicas.read_module_shards(module)
-
-    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._replicas is None:
-            return self.read_optimizer(optimizer)
-        _mark()
-        return self._replicas.read_optimizer_shards(optimizer)
-
-    def _on_cpu(self, state: dict[str, Any]) -> dict[str, Any]:
-        _mark()  # on all ranks: the recorded graph may have collectives, which reading would run on one rank
-        return move(state, torch.device("cpu")) if self.keeps else {}

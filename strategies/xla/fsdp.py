@@ -83,7 +83,7 @@ class XLAFSDPStrategy(TorchXLAStrategy):
         place(runtime, module, optimizers, to_device=move)
         _shard(module)
         undo = undo_all([_shard_states(optimizers), prepare_module(module, optimizers)])
-        return replace(replica(runtime, module, optimizers, end=undo), state=XLAState(rank=0))
+        return replace(replica(runtime, module, optimizers, end=undo), state=XLAState())
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         return undo_all([_shard_states(optimizers), prepare_optimizers(runtime, optimizers)])

@@ -101,9 +101,7 @@ class XLAStrategy(TorchXLAStrategy):
                 broadcast_buffers=self.broadcast_buffers,
             )
         undo = prepare_module(module, optimizers)
-        return replace(
-            replica(runtime, module, optimizers, sync, end=undo), state=XLAState(runtime.world.rank, runtime.world.size)
-        )
+        return replace(replica(runtime, module, optimizers, sync, end=undo), state=XLAState(runtime.world.size))
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         return prepare_optimizers(runtime, optimizers)

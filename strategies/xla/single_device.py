@@ -50,7 +50,7 @@ class SingleDeviceXLAStrategy(TorchXLAStrategy):
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         place(runtime, module, optimizers, to_device=move)
         undo = prepare_module(module, optimizers)
-        return replace(replica(runtime, module, optimizers, end=undo), state=XLAState(rank=0))
+        return replace(replica(runtime, module, optimizers, end=undo), state=XLAState())
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         return prepare_optimizers(runtime, optimizers)

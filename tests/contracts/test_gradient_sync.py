@@ -27,6 +27,7 @@ from fabric.strategies import (
     Parallelized,
     Strategy,
 )
+from fabric.strategies.checkpoint.tensors import gathered
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.strategy_names import make_strategy
 
@@ -96,7 +97,7 @@ def use(fabric: Fabric) -> dict[str, Any]:
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
-        whole = prepared.state.read_module(model)
+        whole = gathered(fabric.collective, prepared.state.read_module(model))
         found["weights"].append({name: value.detach().cpu().clone() for name, value in whole.items()})
 
     backward(0)

@@ -4,7 +4,7 @@ Within a stage another `StateAccess` (`ShardedState`) gathers shards. Names are 
 parameters have the indices that they had before `setup`, in the unsplit model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -15,7 +15,6 @@ from fabric.strategies.checkpoint.state import PLAIN, StateAccess
 from fabric.strategies.checkpoint.tensors import TensorShards, no_shards, replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.optimizers.elementwise import updates_each
-from fabric.strategies.sharding.sharded_state import entries_on_rank_zero
 from fabric.strategies.tensors.nests import map_leaves
 from fabric.strategies.tensors.parameters import parameters_of
 
@@ -65,11 +64,10 @@ class WholeModel:
 
 @final
 class PipelineState(StateAccess):
-    """Rank 0 receives the state of other ranks' stages, tensor by tensor, on the CPU.
+    """Each rank reads its stages, and describes the tensors of the other stages of its `line`, which has the ranks of
+    the axis "pipeline". The ranks of the line with rank 0 hold the plain tensors of their stages.
 
-    Nothing is gathered to be saved: each rank writes its shards, and the ranks of the line with rank 0 write the plain
-    tensors of their stages.
-    `inner`: gathers the shards within a stage. `line`: the ranks of the axis "pipeline". `rank`: of this process.
+    `inner`: reads the shards within a stage. `line`: the ranks of the axis "pipeline". `rank`: of this process.
     `keeps`: whether the line includes rank 0, which gathers.
     """
 
@@ -77,11 +75,7 @@ class PipelineState(StateAccess):
         self.whole, self.inner, self.line, self.rank, self.keeps = whole, inner, line, rank, keeps
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
-        gathered = self._gathered(self.inner.read_module(module))
-        return {name: gathered[name] for name in self.shapes(module) if name in gathered}
-
-    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        pieces = self._pieces(self.inner.read_module_shards(module))
+        pieces = self._pieces(self.inner.read_module(module))
         return {name: pieces[name] for name in self.shapes(module) if name in pieces}
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
@@ -97,19 +91,9 @@ class PipelineState(StateAccess):
         return [len(indices) for indices in self._groups(optimizer).indices]
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._of_all_stages(optimizer, self.inner.read_optimizer(optimizer), self._gathered)
-
-    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._of_all_stages(optimizer, self.inner.read_optimizer_shards(optimizer), self._pieces)
-
-    def _of_all_stages(
-        self, optimizer: Optimizer, content: dict[str, Any], combine: Callable[[Mapping[Any, Any]], dict[Any, Any]]
-    ) -> dict[str, Any]:
-        groups = self._groups(optimizer)
+        content, groups = self.inner.read_optimizer(optimizer), self._groups(optimizer)
         flat = [index for kept in groups.kept for index in kept]
-        whole = combine({flat[place]: entries for place, entries in content.get("state", {}).items()})
-        if not whole and not content:
-            return {}
+        whole = self._pieces({flat[place]: entries for place, entries in content["state"].items()})
         described = [
             {**group, "params": indices} for group, indices in zip(content["param_groups"], groups.indices, strict=True)
         ]
@@ -149,10 +133,6 @@ class PipelineState(StateAccess):
         if not isinstance(value, Tensor):
             return value
         return replicated(value, (self.rank,)) if self.keeps else no_shards(value.shape, value.dtype)
-
-    def _gathered(self, mine: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The entries of all ranks of `line` on its rank 0, nothing on others. Ranks: all of `line` call it."""
-        return entries_on_rank_zero(self.line, mine) if self.keeps else {}
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -27,7 +27,7 @@ def save_heads(fabric: Fabric, folder: str) -> list[object]:
     fabric.save(f"{folder}/one", {"model": model}, filter={"model": is_last})
     with CommDebugMode() as messages:
         states = ObjectStates(fabric._connected.objects.state_access)
-        states.read({"model": model}, {"model": is_last}, gathered=False)
+        states.read({"model": model}, {"model": is_last})
     return [shown, messages.get_total_counts()]
 
 

@@ -599,7 +599,7 @@ def left_out(world: World, strategy: DeepSpeedStrategy) -> list[str]:
 
 
 def whole_of(fabric: Fabric, model: nn.Module) -> dict[str, Tensor]:
-    return fabric.broadcast(dict(fabric._connected.objects.state_access(model).read_module(model)))
+    return fabric.state_dict(model, all_ranks=True)
 
 
 @pytest.mark.slow

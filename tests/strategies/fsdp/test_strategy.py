@@ -141,7 +141,7 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def whole_state(fabric: Fabric, module: nn.Module) -> Any:
     """What rank 0 would save, on every rank."""
-    return fabric.broadcast(dict(fabric._connected.objects.state_access(module).read_module(module)))
+    return fabric.state_dict(module, all_ranks=True)
 
 
 @pytest.mark.slow
@@ -225,9 +225,7 @@ def compile_before_and_after(fabric: Fabric) -> None:
     optimizer.step()
     plain(tokens).sum().backward()
     torch.optim.SGD(plain.parameters(), lr=0.0).step()
-    assert list(fabric._connected.objects.state_access(before).read_module(before)) == (
-        list(plain.state_dict()) if fabric.is_global_zero else []
-    )
+    assert list(fabric.state_dict(before)) == (list(plain.state_dict()) if fabric.is_global_zero else [])
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ def read_in_parts(fabric: Fabric) -> tuple[list[float], Any]:
         mine, expected = tokens.chunk(num_shares)[share], targets.chunk(num_shares)[share]
         loss = step(model, optimizer, model(mine), context_slice(expected, mesh["context"]), fabric.backward)
         losses.append(fabric.all_reduce(torch.tensor(loss)).item())
-    return losses, fabric.broadcast(dict(fabric._connected.objects.state_access(model).read_module(model)))
+    return losses, fabric.state_dict(model, all_ranks=True)
 
 
 @pytest.mark.slow

@@ -270,7 +270,7 @@ def test_gradients_of_norms_over_parts_of_the_sequence_are_added_up(size: int, s
 
 def whole_state(fabric: Fabric, module: nn.Module) -> Any:
     """What rank 0 would save, on every rank."""
-    return fabric.broadcast(dict(fabric._connected.objects.state_access(module).read_module(module)))
+    return fabric.state_dict(module, all_ranks=True)
 
 
 def cut_over_data(model: Net, mesh: Any) -> None:

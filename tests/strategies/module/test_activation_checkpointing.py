@@ -282,7 +282,7 @@ def train_in_wrappers(fabric: Fabric) -> tuple[list[Tensor], list[str], int]:
         block.forward = _plain.__get__(block)
     names = list(net.state_dict())
     losses, saved, _ = train(fabric, net)
-    content = fabric._connected.objects.state_access(net).read_module(net)
+    content = fabric.state_dict(net)
     assert list(content) == (names if fabric.is_global_zero else [])
     fabric._connected.objects.state_access(net).write_module(net, fabric.broadcast(content), strict=True)
     return losses[:3], names, saved
