@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.rank.rank import run_and_end, take_awaited
 from fabric.launchers.world import World
 
 R = TypeVar("R")
@@ -20,9 +19,6 @@ class External(Launcher):
         self.world = world
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
-        reporter = take_awaited()
-        if reporter is not None:
-            run_and_end(reporter, False, worker, self.world, *args)
         return worker(self.world, *args)
 
     def enter(self) -> World:

@@ -1,7 +1,6 @@
 """Runs the user's script again, once per rank, in new interpreters with the same flags and arguments.
 
 Works if there is a file to run, and does not depend on the state of this process. In return, every rank imports torch.
-With a function, each rank runs the script up to `launch`, runs the function there, and exits.
 """
 
 import os
@@ -10,27 +9,21 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, NoReturn, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.launcher_names import launcher_row
 from fabric.launchers.process.os_process import exit_fd
 from fabric.launchers.process.program import STARTED_IN, Program, this_program
 from fabric.launchers.rank import task as tasks
-from fabric.launchers.rank.task import CallFunction, RunScript
+from fabric.launchers.rank.task import CallFunction
 from fabric.launchers.supervision import ending
-from fabric.launchers.supervision.supervisor import Child, Supervisor, supervise
+from fabric.launchers.supervision.supervisor import Child, supervise
 from fabric.launchers.world import World
 
 R = TypeVar("R")
 
 BOOT = str(Path(__file__).parent / "rank" / "boot.py")
-
-# Note [The script's first launch]
-# A rank that runs the script again runs the function of the first `launch(function)` that it reaches. The ranks of a
-# second launch would therefore run the first function. Whether there was a launch belongs to the process, not to an
-# object.
-_launched: list[str] = []
 
 
 @final
@@ -43,28 +36,19 @@ class Script(Launcher):
         if why_not is not None:
             raise ValueError(why_not)
 
-    def launch(self, worker: Callable[..., R], *args: Any) -> R:
-        if _launched:
-            raise RuntimeError(
-                "A second `launch(function)` with `launcher='script'`: its ranks run the script again and would run "
-                "the first function. Pass `launcher='forkserver'`, which starts at the function."
-            )
-        _launched.append(getattr(worker, "__qualname__", repr(worker)))
-        result: R = ending.results(self._supervise(awaits_function=True))[0]
-        return result
-
-    def enter(self) -> World:
-        ending.leave(self._supervise(awaits_function=False))
-
-    def _supervise(self, *, awaits_function: bool) -> Supervisor:
-        task = RunScript(program=self.program, awaits_function=awaits_function)
-        start = partial(start_interpreter, self.program, task=task)
-        return supervise(
-            self.topology, self.word, start, expects_results=awaits_function, max_restarts=self.max_restarts
+    def launch(self, worker: Callable[..., R], *args: Any) -> NoReturn:
+        raise ValueError(
+            "`launch(function)` with `launcher='script'`: its ranks run the script again, and continue at the line of "
+            "`launch()`. Call that without a function, or pass `launcher='forkserver'`, which starts at the function."
         )
 
+    def enter(self) -> World:
+        start = partial(start_interpreter, self.program, task=self.program)
+        supervisor = supervise(self.topology, self.word, start, expects_results=False, max_restarts=self.max_restarts)
+        ending.leave(supervisor)
 
-def start_interpreter(program: Program, world: World, task: CallFunction | RunScript) -> Child:
+
+def start_interpreter(program: Program, world: World, task: CallFunction | Program) -> Child:
     """Start a new interpreter that runs a task."""
     reader, writer = os.pipe()
     with tasks.write(world, task) as file:

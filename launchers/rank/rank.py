@@ -24,8 +24,7 @@ from fabric.launchers.world import World
 NUM_REPEATS = 10
 """How often a report is begun again where a signal handler raises: once for each loader whose workers die."""
 
-_awaited: list[Reporter] = []  # Note [One supervisor per process]
-_supervisors: list[Reporter] = []
+_supervisors: list[Reporter] = []  # Note [One supervisor per process]
 
 
 def own_supervisor() -> Reporter | None:
@@ -46,15 +45,7 @@ def saving() -> Iterator[None]:
             supervisor.send(Saving(is_over=True))
 
 
-def take_awaited() -> Reporter | None:
-    """The supervisor that waits for the result of this process's first `launch(function)`; None from the second on.
-
-    Only ranks that run the script again are waited for in this way: each has to reach that line by itself.
-    """
-    return _awaited.pop() if _awaited and _awaited[-1].is_own else None
-
-
-def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: bool = False) -> Reporter:
+def become_rank(world: World, report_fd: int, parent: int) -> Reporter:
     """Set this process up as a rank: own session, own environment, uncaught exceptions reported to the supervisor."""
     with contextlib.suppress(PermissionError):  # it is a session leader already
         os.setsid()
@@ -64,8 +55,6 @@ def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: b
     _write_whole_lines()
     reporter = Reporter(world.rank, report_fd)
     _supervisors.append(reporter)
-    if awaits_function:
-        _awaited.append(reporter)
     # Registered first and so run last, while connections are still open.
     atexit.register(_tell_the_end, reporter, vars(sys).get("last_value"))
     before = sys.excepthook

@@ -40,17 +40,8 @@ class CallFunction:
     """Whether the results of all ranks are returned, or only that of the first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunScript:
-    """Run the user's program again, as a rank."""
-
-    program: main_module.Program
-    awaits_function: bool
-    """Whether the rank ends with its first `launch(function)`, or with the script."""
-
-
-def write(world: World, task: CallFunction | RunScript) -> IO[bytes]:
-    """Write the task; returns an open file, at its start."""
+def write(world: World, task: CallFunction | main_module.Program) -> IO[bytes]:
+    """Write the task, a call or the user's program, to be run again; returns an open file, at its start."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
     pickle.dump([entry or os.getcwd() for entry in sys.path], file)  # a rank may change its folder before it imports
     pickle.dump((world, task), file)
@@ -101,9 +92,8 @@ def _pickle_call(call: tuple[Callable[..., Any], tuple[Any, ...]], *, has_main_f
 def run_task(file: IO[bytes], report_fd: int, parent: int) -> NoReturn:
     """Become the rank, run the task, and exit."""
     world, task = pickle.load(file)
-    if isinstance(task, RunScript):
-        reporter = become_rank(world, report_fd, parent, awaits_function=task.awaits_function)
-        run_to_the_end(reporter, lambda: main_module.run_again(task.program))
+    if isinstance(task, main_module.Program):
+        run_to_the_end(become_rank(world, report_fd, parent), lambda: main_module.run_again(task))
     os.environ.clear()
     os.environ.update(task.environ)
     os.chdir(task.started_in)

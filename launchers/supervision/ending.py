@@ -14,7 +14,7 @@ from fabric.launchers.supervision.supervisor import Supervisor
 def results(supervisor: Supervisor) -> list[Any]:
     """Return the results of this node's ranks, in order. Raises WorkerError, or what a received signal raises."""
     number = supervisor.ended_by
-    if number is not None and supervisor.signals.guardian_fd is None:
+    if number is not None:
         os.kill(os.getpid(), number)  # the handlers are back: Ctrl-C becomes a KeyboardInterrupt here
     if supervisor.failures:
         size, num_nodes = supervisor.topology.size, supervisor.topology.num_nodes

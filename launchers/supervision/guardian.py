@@ -12,30 +12,22 @@ import os
 import signal
 import sys
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
 
 class Guardian:
-    """The supervisor's end of the pipe.
+    """The supervisor's end of the pipe."""
 
-    `signals_fd`: where to write the numbers of the signals that reach the supervisor's process group, Ctrl-C among
-    them; None: the supervisor receives them itself.
-    """
-
-    def __init__(self, signals_fd: int | None = None) -> None:
+    def __init__(self) -> None:
         import subprocess
 
         reader, self._writer = os.pipe()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until it handles them
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=reader,
-            stdout=subprocess.DEVNULL if signals_fd is None else signals_fd,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=signals_fd is None,  # so that Ctrl-C in the terminal does not reach it
+            start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
             cwd="/",
         )
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reader)
 
     def watch(self, pid: int) -> None:
@@ -61,16 +53,9 @@ class Guardian:
         self._process.returncode = 0  # another process's child: not ours to wait for, and no ResourceWarning
 
 
-def _note(number: int, frame: object) -> None:
-    with contextlib.suppress(OSError):  # the supervisor has ended, or its pipe is full
-        os.write(1, bytes([number]))
-
-
 def _guard() -> None:
-    for number in PASSED_ON:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _note)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # those that a scheduler sends to all processes of a job
     watched: set[int] = set()
     for line in sys.stdin.buffer:
         if line.endswith(b"\n"):

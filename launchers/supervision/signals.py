@@ -15,14 +15,13 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 class Signals:
     """Between `install` and `restore` signals are recorded in `received`, and not handled.
 
-    A signal that was ignored (`nohup`) stays ignored. Outside the main thread Python delivers no signals: there the
-    guardian writes those of the process group (Ctrl-C) to `guardian_fd`, and the main thread gets them as well.
+    A signal that was ignored (`nohup`) stays ignored. Python delivers signals to the main thread alone: nothing is
+    recorded where another thread launches.
     """
 
     def __init__(self) -> None:
         self.received: list[int] = []
         self.wake_fd, self._writer = os.pipe()
-        self.guardian_fd = None if threading.current_thread() is threading.main_thread() else self._writer
         os.set_blocking(self.wake_fd, False)
         os.set_blocking(self._writer, False)
         self._before: dict[int, Any] = {}
@@ -30,7 +29,7 @@ class Signals:
 
     def install(self) -> None:
         """Record signals from now on."""
-        if self.guardian_fd is not None:
+        if threading.current_thread() is not threading.main_thread():
             return
         self._before_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in ENDING + PASSED_ON:
@@ -51,7 +50,7 @@ class Signals:
         self.wake_fd = -1
 
     def drain(self) -> None:
-        """Empty the wake-up pipe, which has what was recorded already, or what the guardian has received."""
+        """Empty the wake-up pipe, which has what was recorded already."""
         with contextlib.suppress(BlockingIOError):
-            while numbers := os.read(self.wake_fd, 4096):
-                self.received += numbers if self.guardian_fd is not None else b""
+            while os.read(self.wake_fd, 4096):
+                pass

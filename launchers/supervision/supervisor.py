@@ -99,7 +99,7 @@ class Supervisor:
     def __enter__(self) -> "Supervisor":
         self._output = Output(self.topology)
         self._point = MeetingPoint(self.topology)
-        self._guardian = Guardian(self.signals.guardian_fd)
+        self._guardian = Guardian()
         self._selector = selectors.DefaultSelector()
         self.signals.install()
         self._selector.register(self.signals.wake_fd, selectors.EVENT_READ, self._handle_signals)

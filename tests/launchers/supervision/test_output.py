@@ -54,14 +54,13 @@ def contents(folder: Path) -> dict[str, str]:
     "launcher",
     [
         "fork",
-        pytest.param("script", marks=pytest.mark.thorough),
         pytest.param("forkserver", marks=pytest.mark.thorough),
         pytest.param("spawn", marks=pytest.mark.thorough),
         pytest.param("elastic", marks=pytest.mark.thorough),
     ],
 )
 def test_each_rank_has_a_file_with_all_that_it_and_its_subprocesses_print(tmp_path: Path, launcher: str) -> None:
-    done = run(command(tmp_path, launcher), fresh=launcher in ("script", "spawn"))
+    done = run(command(tmp_path, launcher), fresh=launcher == "spawn")
     assert done.returncode == 0, done.stderr
     files = contents(tmp_path)
     assert list(files) == ["rank-0.log", "rank-1.log"]
