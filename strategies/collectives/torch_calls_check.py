@@ -13,12 +13,11 @@ line of the program is shown, and not compared: ranks may make one call on diffe
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from types import FrameType
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,39 +28,27 @@ from fabric.launchers.watch.table import CALLS, GRADIENTS
 from fabric.strategies.collectives.fabric_calls_check import difference, hash_of, is_comparing, is_in_a_started_thread
 from fabric.strategies.collectives.process_group import TorchCollective, sum_message
 
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Operator:
-    """How an operator of `c10d` is shown, and what must be equal on all ranks."""
-
-    words: str
-    arguments: tuple[str, ...]
-    """Tensors whose shapes and dtypes must be equal, by their names in the schema; options whose values must be."""
-    only_dtypes: bool = False
-    """Whether shapes may differ."""
-
-
-OPERATORS: Mapping[str, _Operator] = {
-    "allreduce_": _Operator(words="all_reduce", arguments=("tensors",)),
-    "allreduce_coalesced_": _Operator(words="all_reduce_coalesced", arguments=("tensors",)),
-    "allgather_": _Operator(words="all_gather", arguments=("output_tensors",)),
-    "_allgather_base_": _Operator(words="all_gather_into_tensor", arguments=("input_tensor",)),
-    "allgather_coalesced_": _Operator(words="all_gather_coalesced", arguments=("output_lists",)),
-    "allgather_into_tensor_coalesced_": _Operator(words="all_gather_into_tensor_coalesced", arguments=("inputs",)),
-    "reduce_scatter_": _Operator(words="reduce_scatter", arguments=("input_tensors",)),
-    "_reduce_scatter_base_": _Operator(words="reduce_scatter_tensor", arguments=("input_tensor",)),
-    "reduce_scatter_tensor_coalesced_": _Operator(words="reduce_scatter_tensor_coalesced", arguments=("inputs",)),
-    "broadcast_": _Operator(words="broadcast", arguments=("tensors", "root_rank")),
-    "reduce_": _Operator(words="reduce", arguments=("tensors", "root_rank")),
-    "gather_": _Operator(words="gather", arguments=("input_tensors", "root_rank")),
-    "gather_into_tensor_": _Operator(words="gather_into_tensor", arguments=("input_tensor", "root_rank")),
-    "scatter_": _Operator(words="scatter", arguments=("output_tensors", "root_rank")),
-    "alltoall_base_": _Operator(words="all_to_all_single", arguments=("input",), only_dtypes=True),
-    "alltoall_": _Operator(words="all_to_all", arguments=("input_tensors",), only_dtypes=True),
-    "barrier": _Operator(words="barrier", arguments=()),
+OPERATORS: Mapping[str, tuple[str, ...]] = {
+    "allreduce_": ("all_reduce", "tensors"),
+    "allreduce_coalesced_": ("all_reduce_coalesced", "tensors"),
+    "allgather_": ("all_gather", "output_tensors"),
+    "_allgather_base_": ("all_gather_into_tensor", "input_tensor"),
+    "allgather_coalesced_": ("all_gather_coalesced", "output_lists"),
+    "allgather_into_tensor_coalesced_": ("all_gather_into_tensor_coalesced", "inputs"),
+    "reduce_scatter_": ("reduce_scatter", "input_tensors"),
+    "_reduce_scatter_base_": ("reduce_scatter_tensor", "input_tensor"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter_tensor_coalesced", "inputs"),
+    "broadcast_": ("broadcast", "tensors", "root_rank"),
+    "reduce_": ("reduce", "tensors", "root_rank"),
+    "gather_": ("gather", "input_tensors", "root_rank"),
+    "gather_into_tensor_": ("gather_into_tensor", "input_tensor", "root_rank"),
+    "scatter_": ("scatter", "output_tensors", "root_rank"),
+    "alltoall_base_": ("all_to_all_single", "input"),
+    "alltoall_": ("all_to_all", "input_tensors"),
+    "barrier": ("barrier",),
 }
-"""The collectives of torch 2.9 to 2.14, which has `gather_into_tensor_` first."""
+"""The collectives of torch 2.9 to 2.14, which has `gather_into_tensor_` first: how each is shown, and the arguments in
+its schema that must be equal on all ranks, tensors by shape and dtype. In an all-to-all shapes may differ."""
 NOT_COMPARED = ("send", "recv_", "recv_any_source_", "monitored_barrier_", "check_for_nan")
 """Operators of `c10d` that not all ranks of a group call, or that do not communicate."""
 
@@ -113,7 +100,7 @@ def _say_uncompared(name: str) -> None:
     )
 
 
-def _kernel(operator: Any, shown: _Operator | None) -> Callable[..., Any]:
+def _kernel(operator: Any, shown: Sequence[str] | None) -> Callable[..., Any]:
     names, thread = [argument.name for argument in operator._schema.arguments], threading.get_ident()
 
     def compare(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,11 +126,13 @@ _MESSAGE = sum_message.__code__
 """Sends the message of a comparison, which is a collective, too."""
 
 
-def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any]) -> None:
+def _compare(group: ProcessGroup, shown: Sequence[str], given: Mapping[str, Any]) -> None:
     if group.size() == 1 or is_comparing() or "cpu:" not in dist.get_backend_config(group):
         return
-    operands = [words for name in shown.arguments for words in _operands(name, given[name], shown)]
-    call = "\n".join([shown.words, *operands])
+    words, *names = shown
+    only_dtypes = words.startswith("all_to_all")
+    operands = [line for name in names for line in _operands(name, given[name], only_dtypes)]
+    call = "\n".join([words, *operands])
     # Gradients are compared with the program's own calls, so that both raise where one meets the other.
     whole = dist.group.WORLD
     compared = whole if whole is not None and group.group_desc in (CALLS, GRADIENTS) else group
@@ -153,13 +142,12 @@ def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any]) ->
         raise difference(collective, call)
 
 
-def _operands(name: str, value: Any, shown: _Operator) -> Iterator[str]:
-    if isinstance(value, Tensor):
-        yield f"{name}: {str(value.dtype).removeprefix('torch.')}" + (
-            "" if shown.only_dtypes else f" {tuple(value.shape)}"
-        )
-    elif isinstance(value, list):
+def _operands(name: str, value: Any, only_dtypes: bool) -> Iterator[str]:
+    if isinstance(value, list):
         for each in value:
-            yield from _operands(name, each, shown)
+            yield from _operands(name, each, only_dtypes)
+    elif isinstance(value, Tensor):
+        shape = "" if only_dtypes else f" {tuple(value.shape)}"
+        yield f"{name}: {str(value.dtype).removeprefix('torch.')}{shape}"
     else:
         yield f"{name}: {value}"
