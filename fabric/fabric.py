@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fabric.configure.arguments import LoaderOptions
-    from fabric.strategies.checkpoint.background import PendingSave
+    from fabric.strategies.checkpoint.write_and_commit import PendingSave
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -9,13 +9,11 @@ the line of `launch()`: as a fork if that is safe, and otherwise by running the 
 from collections.abc import Callable
 from typing import Any
 
-from fabric.launchers.external import External, inline
 from fabric.launchers.fork import Fork, why_fork_is_unsafe
-from fabric.launchers.launcher import Launcher, Topology
+from fabric.launchers.launcher import External, Launcher, Topology, inline
 from fabric.launchers.launcher_names import launcher_row
 from fabric.launchers.process.program import caller_that_continues, imported_script, this_program
-from fabric.launchers.processes import Processes, forkserver
-from fabric.launchers.script import Script
+from fabric.launchers.processes import Processes, Script, forkserver
 from fabric.launchers.world import World
 
 

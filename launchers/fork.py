@@ -43,9 +43,7 @@ from fabric.launchers.process.os_process import exit_fd
 from fabric.launchers.process.reports import Reporter
 from fabric.launchers.process.stack import frames_of
 from fabric.launchers.rank.rank import become_rank, run_and_end
-from fabric.launchers.supervision import ending
-from fabric.launchers.supervision.signals import ENDING, PASSED_ON
-from fabric.launchers.supervision.supervisor import Child, Supervisor
+from fabric.launchers.supervision.supervisor import ENDING, PASSED_ON, Child, Supervisor, leave_with, results_of
 from fabric.launchers.world import World
 
 R = TypeVar("R")
@@ -73,7 +71,7 @@ class Fork(Launcher):
                 world, reporter = started
                 run_and_end(reporter, False, worker, world, *args)
             supervisor.wait()
-        result: R = ending.results(supervisor)[0]
+        result: R = results_of(supervisor)[0]
         return result
 
     def enter(self) -> World:
@@ -82,7 +80,7 @@ class Fork(Launcher):
             if started is None:
                 supervisor.wait()
         if started is None:
-            ending.leave(supervisor)
+            leave_with(supervisor)
         return started[0]
 
 

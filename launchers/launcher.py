@@ -2,13 +2,15 @@
 
 Callers never ask which launcher they have. `launch` runs a function on every rank; after `enter`, every rank runs the
 code that follows the call. A launcher that supports only one of them raises, and names one that supports the other.
+`External` starts nothing: the ranks exist already, started by torchrun, srun, by hand, or by a launcher of fabric; or
+this process is the only one.
 """
 
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 from fabric.launchers.world import Rendezvous, World
 
@@ -111,3 +113,23 @@ class Launcher(ABC):
     @abstractmethod
     def enter(self) -> World:
         """Return in every rank with its world. The supervisor does not return: it ends with the ranks' exit code."""
+
+
+@final
+class External(Launcher):
+    """This process is a rank already. Each rank gets the result of its own call."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def launch(self, worker: Callable[..., R], *args: Any) -> R:
+        return worker(self.world, *args)
+
+    def enter(self) -> World:
+        return self.world
+
+
+def inline(topology: Topology) -> External:
+    """The calling process is rank 0 of 1, and its own supervisor."""
+    assert topology.size == 1
+    return External(World())

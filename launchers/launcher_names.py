@@ -56,7 +56,7 @@ class LauncherRow:
 _TABLE = (
     LauncherRow(
         name="script",
-        path="script:Script",
+        path="processes:Script",
         description="runs the script's file again in every process",
         needs_file=True,
     ),
@@ -79,12 +79,12 @@ _TABLE = (
     ),
     LauncherRow(
         name="elastic",
-        path="script:Script",
+        path="processes:Script",
         description="script, or forkserver for a function, and after a failure all ranks again",
         for_any_strategy=False,
     ),
     LauncherRow(name="xla", path="xla:XLA", is_written=False, for_any_strategy=False, needs_function=True),
-    LauncherRow(name="inline", path="external:inline", is_written=False, for_any_strategy=False),
+    LauncherRow(name="inline", path="launcher:inline", is_written=False, for_any_strategy=False),
 )
 LAUNCHERS: Mapping[str, LauncherRow] = {row.name: row for row in _TABLE}
 PER_DEVICE = tuple(row.name for row in _TABLE if row.for_any_strategy)

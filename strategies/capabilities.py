@@ -1,12 +1,18 @@
-"""The capabilities of strategies: what a training loop may do.
+"""What a strategy can run: the capabilities of training loops, and the `Target` on which `Strategy.refuse` is asked.
 
-`Strategy.lacks` has those that a strategy does not support, each with the error message that its use raises. All others
-are supported, and give the numbers of plain PyTorch in one process: `fabric.testing` tests both. Precisions and
-accelerators are not capabilities: see `Strategy.refuse`.
+`Strategy.lacks` has the capabilities that a strategy does not support, each with the error message that its use raises.
+All others are supported, and give the numbers of plain PyTorch in one process: `fabric.testing` tests both. Precisions
+and accelerators are not capabilities: they are part of the `Target`.
 """
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import TypeAlias, final
+
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.precision.precision import Precision
 
 Capability: TypeAlias = str
 """A name of the table below."""
@@ -41,3 +47,38 @@ CAPABILITIES: Mapping[Capability, str] = {
     "optimizer_state": "the optimizer's state in `save` and `load`",
 }
 """Each capability with its meaning, in the order of tables."""
+
+
+_PRECISION = Precision.parse("32-true")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Devices, precision and packages, determined before. Tests create one from numbers."""
+
+    accelerator: Accelerator
+    num_devices: int = 1
+    """Devices per node that the strategy is to use."""
+    num_nodes: int = 1
+    precision: Precision = _PRECISION
+    num_available: int = 1
+    """Devices of the accelerator that this process sees."""
+    platform: str = ""
+    """See `Accelerator.platform`."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """The result of `Strategy.look_for_packages`."""
+
+    @property
+    def size(self) -> int:
+        """The number of devices on all nodes."""
+        return self.num_devices * self.num_nodes
+
+
+def releases(*packages: str) -> dict[str, str]:
+    """The versions of these packages that are installed; others are left out. Imports none of them."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

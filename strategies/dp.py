@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Target
 from fabric.strategies.collectives.single import SingleDeviceCollective
 from fabric.strategies.gradients.sync import LocalGradientSync
 from fabric.strategies.module.activation_checkpointing import rebind_copies
@@ -21,7 +22,6 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared, place, replica
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
-from fabric.strategies.target import Target
 
 
 @final

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
 from fabric.strategies.gradients.clipping import clip_norm, clip_value, gradients_are_finite
 from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
-from fabric.strategies.layout import Layout
 from fabric.strategies.module.forward import Around, ForwardPath
 from fabric.strategies.module.model_checks import refuse_meta, refuse_shared_memory
 from fabric.strategies.module.output_tensors import replace_tensors
@@ -25,7 +24,7 @@ from fabric.strategies.optimizers.dtensor_steps import step_mixed_groups, sum_ov
 from fabric.strategies.optimizers.owners import needs_owners, refuse_shards, step_by_owners
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.precision.precision import autocast, cast_inputs, cast_module, cast_output, casts
-from fabric.strategies.runtime import Runtime
+from fabric.strategies.runtime import Layout, Runtime
 from fabric.strategies.undo import undo_all
 
 

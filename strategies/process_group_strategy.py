@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, final
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Target
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.partition import Share
-from fabric.strategies.layout import REPLICAS, Layout
 from fabric.strategies.options import own_launchers
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.runtime import Runtime, open_runtime
+from fabric.strategies.runtime import REPLICAS, Layout, Runtime, open_runtime
 from fabric.strategies.sharding.mesh import degree, device_mesh
 from fabric.strategies.strategy import Strategy
-from fabric.strategies.target import Target
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,11 +1,16 @@
-"""The state of a process once it is connected: world, device, collective and precision."""
+"""The state of a process once it is connected (`Runtime`: world, device, collective and precision), and what each rank
+holds of a model (`Layout`), which a strategy returns, and loaders and checks read.
+
+`Strategy.connect` puts what holds for every model of the strategy into `Runtime.layout`. `Strategy.setup` puts what
+holds for one model into `Prepared.layout`: the same, unless the user's function decided.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, final
 
 import torch
 
@@ -15,13 +20,35 @@ from fabric.strategies.data.generator_divergence import GeneratorDivergence
 from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.partition import Share, Uneven
 from fabric.strategies.data.transfer import Carry
-from fabric.strategies.layout import REPLICAS, Layout
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.precision.precision import Precision, dtype_of_new_tensors
 from fabric.strategies.tensors.dtensor import local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What each rank holds of a model. The defaults are those of replicas whose gradients are averaged."""
+
+    weights: Literal["replicas", "shards", "any"] = "replicas"
+    """Every rank has all weights of the model ("replicas"), or some, as its `StateAccess` tells ("shards"). "any": the
+    user's function decides, and each rank may have a model of its own."""
+    gradients: Literal["replicas", "shards"] = "replicas"
+    """Whether every rank has the averaged gradients of all weights before a step, or of some."""
+    optimizer_states: Literal["replicas", "shards"] = "replicas"
+    """Whether every rank has the optimizer's states of all weights, or of some, as its `StateAccess` tells."""
+    forward_communicates: bool = False
+    """Whether each forward waits for one on ranks that read other data, in evaluation too."""
+    averages_before_hooks: bool = False
+    """Whether the gradient that a post-accumulate hook of a parameter finds is averaged already."""
+
+
+REPLICAS = Layout()
+SHARDS = Layout(weights="shards", gradients="shards", optimizer_states="shards")
+"""Every rank has a part of weights, gradients and optimizer states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,12 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Target
 from fabric.strategies.collectives.single import SingleDeviceCollective
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared, place, replica
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
-from fabric.strategies.target import Target
 
 
 @final

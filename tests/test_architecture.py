@@ -30,17 +30,19 @@ PART_IMPORTS = {
     ("strategies/data/loaders.py", "fabric.launchers.process.os_process"): "counted once",
     ("strategies/checkpoint/errors.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
     (
-        "strategies/checkpoint/write_and_commit.py",
-        "fabric.strategies.collectives.collective",
-    ): "the role, no member of it",
-    (
         "strategies/checkpoint/read_and_verify.py",
         "fabric.strategies.collectives.collective",
     ): "the role, no member of it",
-    ("strategies/checkpoint/background.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
+    (
+        "strategies/checkpoint/write_and_commit.py",
+        "fabric.strategies.collectives.collective",
+    ): "the role, no member of it",
     ("strategies/checkpoint/tensors.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
     ("strategies/checkpoint/other_formats.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
-    ("strategies/checkpoint/background.py", "fabric.strategies.accelerators.torch_accelerator"): "which have streams",
+    (
+        "strategies/checkpoint/write_and_commit.py",
+        "fabric.strategies.accelerators.torch_accelerator",
+    ): "which have streams",
     ("strategies/data/transfer.py", "fabric.strategies.accelerators.torch_accelerator"): "which have streams",
     (
         "strategies/accelerators/accelerator_names.py",

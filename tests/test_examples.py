@@ -15,8 +15,8 @@ import pytest
 import template
 
 from fabric.strategies.accelerators.accelerator import CPUAccelerator
+from fabric.strategies.capabilities import Target
 from fabric.strategies.strategy_names import available_strategies, make_strategy
-from fabric.strategies.target import Target
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

@@ -19,7 +19,6 @@ from fabric.checks.check import Moments
 from fabric.launchers.rank.rank import saving as saving_rank
 from fabric.loop.setup import SetUp
 from fabric.strategies.checkpoint import other_formats, read_and_verify, write_and_commit
-from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
 from fabric.strategies.checkpoint.direct_state_dict import HOW_TO_SAVE
 from fabric.strategies.checkpoint.errors import (
     CheckpointEntryError,
@@ -39,6 +38,7 @@ from fabric.strategies.checkpoint.state import (
 )
 from fabric.strategies.checkpoint.storage import storage_of
 from fabric.strategies.checkpoint.tensors import gathered, snapshot
+from fabric.strategies.checkpoint.write_and_commit import BackgroundSaves, PendingSave
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.dtensor import local_part
 

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final, get_args
 
-from fabric.strategies.checkpoint.background import PendingSave
 from fabric.strategies.checkpoint.errors import read_by_rank_zero
 from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.storage import storage_of
+from fabric.strategies.checkpoint.write_and_commit import PendingSave
 
 if TYPE_CHECKING:
     from fabric.fabric import Fabric

@@ -20,10 +20,10 @@ from fabric.launchers.process.program import Program, this_program
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator, CPUAccelerator
 from fabric.strategies.accelerators.accelerator_names import accelerators, make_accelerator
+from fabric.strategies.capabilities import Target
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.strategy_names import make_strategy
-from fabric.strategies.target import Target
 
 _SCRIPT = Program(flags=(), kind="script", target="train.py", arguments=())
 

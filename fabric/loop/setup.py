@@ -25,13 +25,12 @@ from fabric.strategies.checkpoint.direct_state_dict import refuse_whole_states, 
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
 from fabric.strategies.gradients.bare_parameters import BareParameters, in_no_module, refuse_another_model
 from fabric.strategies.gradients.clipping import gradients_are_finite
-from fabric.strategies.layout import Layout
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.initialization import initialize_empty
 from fabric.strategies.module.model_checks import refuse_different_models
 from fabric.strategies.optimizers.owners import needs_owners
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime
+from fabric.strategies.runtime import Layout, Runtime
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.tensors.dtensor import user_class
 from fabric.strategies.tensors.parameters import parameters_of

@@ -1,32 +1,86 @@
 """Supervises the ranks of this node: receives their reports, forwards signals, and ends all ranks if one fails.
 
 Waits on descriptors, without polling: the exit of each rank, its reports, and signals to this process. Does not depend
-on how ranks were started or what they run.
+on how ranks were started or what they run. Afterwards the launching process ends with a result or an exception
+(`results_of`), or with an exit code or a signal (`leave_with`).
 """
 
 import contextlib
 import os
+import pickle
 import selectors
 import shutil
 import signal
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
+from typing import Any, NoReturn
 
 from fabric.launchers.launcher import Topology
 from fabric.launchers.process import failure
+from fabric.launchers.process.interpreter import close_files, run_exit_functions
 from fabric.launchers.process.os_process import kill_group, signal_rank
 from fabric.launchers.process.reports import Failure, Leaving, Result, Saving, read_reports
 from fabric.launchers.rendezvous.store_server import MeetingPoint
 from fabric.launchers.supervision.guardian import Guardian
 from fabric.launchers.supervision.output import Output, Stream
-from fabric.launchers.supervision.signals import ENDING, Signals
 from fabric.launchers.watch.questions import Place, ask_all
 from fabric.launchers.world import World
+
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that end a job."""
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that are forwarded to the ranks, such as SLURM's warning before a time limit."""
+
+
+class Signals:
+    """Between `install` and `restore` signals are recorded in `received`, and not handled.
+
+    A signal that was ignored (`nohup`) stays ignored. Python delivers signals to the main thread alone: nothing is
+    recorded where another thread launches.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.wake_fd, self._writer = os.pipe()
+        os.set_blocking(self.wake_fd, False)
+        os.set_blocking(self._writer, False)
+        self._before: dict[int, Any] = {}
+        self._before_fd: int | None = None
+
+    def install(self) -> None:
+        """Record signals from now on."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._before_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in ENDING + PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, lambda number, frame: self.received.append(number))
+
+    def restore(self) -> None:
+        """Restore handlers and wake-up descriptor. A second call does nothing."""
+        if self.wake_fd < 0:
+            return
+        for number, handler in self._before.items():
+            # None: installed by C code, which Python cannot restore.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._before_fd is not None:
+            signal.set_wakeup_fd(self._before_fd)
+        os.close(self.wake_fd)
+        os.close(self._writer)
+        self.wake_fd = -1
+
+    def drain(self) -> None:
+        """Empty the wake-up pipe, which has what was recorded already."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.wake_fd, 4096):
+                pass
+
 
 REPORT_SECONDS = 0.1
 """How long other ranks may report their errors after a first failure. A peer's report takes 1-10 ms."""
@@ -374,3 +428,41 @@ def say(words: str) -> None:
             fill = partial(textwrap.fill, width=width, subsequent_indent=" " * 6, break_long_words=False)
             words = "\n".join(["", *(fill(line, break_on_hyphens=False) for line in words.splitlines())])
         print(words, file=sys.stderr, flush=True)
+
+
+def results_of(supervisor: Supervisor) -> list[Any]:
+    """Return the results of this node's ranks, in order. Raises WorkerError, or what a received signal raises."""
+    number = supervisor.ended_by
+    if number is not None:
+        os.kill(os.getpid(), number)  # the handlers are back: Ctrl-C becomes a KeyboardInterrupt here
+    if supervisor.failures:
+        size, num_nodes = supervisor.topology.size, supervisor.topology.num_nodes
+        raise failure.worker_error(supervisor.failures, size, supervisor.departures, num_nodes=num_nodes)
+    return [pickle.loads(pickled) for _, pickled in sorted(supervisor.results.items())]
+
+
+def leave_with(supervisor: Supervisor) -> NoReturn:
+    """End this process as its ranks ended: the first failure on stderr, and its exit code (128 + n for signal n)."""
+    number = supervisor.ended_by
+    if number is not None:
+        _die_of(number)
+    if not supervisor.failures:
+        raise SystemExit(0)
+    root = failure.first(supervisor.failures, supervisor.departures)
+    size, num_nodes = supervisor.topology.size, supervisor.topology.num_nodes
+    report = failure.describe(supervisor.failures, size, supervisor.departures, num_nodes=num_nodes)
+    above = "\n" if sys.stderr.isatty() else ""  # the line of a progress bar
+    print(f"{above}{report}", file=sys.stderr, flush=True)
+    raise SystemExit(128 + root.signal if root.signal is not None else root.exit_code or 1)
+
+
+def _die_of(number: int) -> None:
+    """Send this process the signal that the ranks died of, so that a shell sees it."""
+    if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+        run_exit_functions()
+        close_files()
+        signal.signal(number, signal.SIG_DFL)  # the traceback of a KeyboardInterrupt would show frames of fabric
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.kill(os.getpid(), number)
+    raise SystemExit(128 + number)  # the user's handler kept this process alive

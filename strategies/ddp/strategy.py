@@ -13,18 +13,15 @@ from torch import nn
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 from torch.optim import Optimizer
 
-from fabric.strategies.capabilities import Capability
+from fabric.strategies.capabilities import Capability, Target
 from fabric.strategies.checkpoint.state import PlainState
 from fabric.strategies.ddp.comm_hooks import CommHook, check, why_not
 from fabric.strategies.ddp.ddp_gradient_sync import STATIC, UNUSED, DDPGradientSync
-from fabric.strategies.layout import Layout
 from fabric.strategies.optimizers.elementwise import refuse_dependent
-from fabric.strategies.optimizers.owners import step_by_owners
-from fabric.strategies.optimizers.owners_state import OwnersState
+from fabric.strategies.optimizers.owners import OwnersState, step_by_owners
 from fabric.strategies.prepared import Prepared, attach_scaler, place, replica
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
-from fabric.strategies.runtime import Runtime
-from fabric.strategies.target import Target
+from fabric.strategies.runtime import Layout, Runtime
 from fabric.strategies.undo import undo_all
 
 

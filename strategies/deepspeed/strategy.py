@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Adagrad, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from fabric.strategies.capabilities import Capability
+from fabric.strategies.capabilities import Capability, Target, releases
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.deepspeed.config import PRECISIONS, choose_offload, choose_stage, engine_config, read_config
@@ -28,7 +28,6 @@ from fabric.strategies.deepspeed.released import ReleasedParameters, is_sharded
 from fabric.strategies.deepspeed.state import LossScale, ZeroState
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.sync import LocalGradientSync
-from fabric.strategies.layout import SHARDS, Layout
 from fabric.strategies.module.deepcopy import own_hooks, refuse_copies
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
@@ -36,9 +35,8 @@ from fabric.strategies.module.model_checks import refuse_sparse_layers, refuse_w
 from fabric.strategies.optimizers.elementwise import MODES, has_modes, refuse_dependent
 from fabric.strategies.prepared import Prepared, TrainedWeights, make_contiguous, make_prepared, place, with_precision
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
-from fabric.strategies.runtime import Runtime
+from fabric.strategies.runtime import SHARDS, Layout, Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
-from fabric.strategies.target import Target, releases
 from fabric.strategies.tensors.wrapper_subclass import frozen_wrapped
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Muon, Optimizer
 
-from fabric.strategies.capabilities import Capability
+from fabric.strategies.capabilities import Capability, Target, releases
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.fairscale.fsdp_shards import IN_SLICES, SlicedState, attach_module, attach_optimizer, holds_local
 from fabric.strategies.fairscale.fsdp_wrappers import UNCOMPILABLE, FairScaleFSDPGradientSync
@@ -33,7 +33,6 @@ from fabric.strategies.fairscale.library import (
     why_not,
 )
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.layout import SHARDS, Layout
 from fabric.strategies.module.model_checks import (
     refuse_shared_memory,
     refuse_sparse_layers,
@@ -44,8 +43,7 @@ from fabric.strategies.module.wrap_policy import Policy, check_policy, matching
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared, attach_scaler, place, replica
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
-from fabric.strategies.runtime import Runtime
-from fabric.strategies.target import Target, releases
+from fabric.strategies.runtime import SHARDS, Layout, Runtime
 from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.undo import undo_all
 

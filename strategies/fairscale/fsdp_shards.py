@@ -24,8 +24,7 @@ from fabric.strategies.checkpoint.direct_state_dict import RefuseWhole
 from fabric.strategies.checkpoint.state import PLAIN, KeepsNamesAndShapes, StateAccess, by_saved_index, map_state
 from fabric.strategies.checkpoint.tensors import TensorShards, flat_shard, in_memory
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.optimizers.owners import refuse_part
-from fabric.strategies.optimizers.owners_state import held_state
+from fabric.strategies.optimizers.owners import held_state, refuse_part
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.undo import undo_all

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from fabric.launchers.private_names import Names, require
+from fabric.strategies.capabilities import Target
 from fabric.strategies.gradients import clipping
 from fabric.strategies.optimizers.elementwise import refuse_dependent
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.target import Target
 
 Owned = Callable[[Optimizer], list[Tensor]]
 """Returns the parameters of an optimizer that this rank steps. Raises RuntimeError if a gradient was not averaged."""

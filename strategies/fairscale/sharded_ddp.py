@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.capabilities import Capability
+from fabric.strategies.capabilities import Capability, Target, releases
 from fabric.strategies.checkpoint.state import PlainState
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero, buffers_of
@@ -45,15 +45,12 @@ from fabric.strategies.fairscale.library import (
 )
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.sync import CallModule, Finish, GradientSync, one_gradient_each
-from fabric.strategies.layout import Layout
 from fabric.strategies.module.model_checks import refuse_shared_memory, refuse_sparse_layers
 from fabric.strategies.module.parameter_changes import AddedParameters
-from fabric.strategies.optimizers.owners import refuse_part
-from fabric.strategies.optimizers.owners_state import OwnersState
+from fabric.strategies.optimizers.owners import OwnersState, refuse_part
 from fabric.strategies.prepared import Prepared, place, replica
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
-from fabric.strategies.runtime import Runtime
-from fabric.strategies.target import Target, releases
+from fabric.strategies.runtime import Layout, Runtime
 from fabric.strategies.tensors.gradient_placeholder import GradientPlaceholder
 from fabric.strategies.tensors.parameters import name_some, parameters_of
 from fabric.strategies.undo import undo_all

@@ -17,25 +17,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.capabilities import Capability
+from fabric.strategies.capabilities import Capability, Target
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
-from fabric.strategies.layout import SHARDS, Layout
 from fabric.strategies.module import model_checks
 from fabric.strategies.module.deepcopy import IN_SHARDS, Hook, refuse_copies
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import UninitializedTensors
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching, num_bytes
-from fabric.strategies.optimizers.owners_state import sharded_state
+from fabric.strategies.optimizers.owners import sharded_state
 from fabric.strategies.optimizers.rebinding import rebinding
 from fabric.strategies.precision.precision import Precision, cast_module
 from fabric.strategies.prepared import Prepared, make_contiguous, make_prepared, with_precision
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
-from fabric.strategies.runtime import Runtime
+from fabric.strategies.runtime import SHARDS, Layout, Runtime
 from fabric.strategies.sharding.fully_shard import list_hidden_tensors_after, mark_gathering, restore_output_after
 from fabric.strategies.sharding.mesh import check_degrees
 from fabric.strategies.sharding.sharded_gradient_sync import ShardedGradientSync
-from fabric.strategies.target import Target
 from fabric.strategies.tensors.parameters import name_some, own_tensors
 from fabric.strategies.tensors.wrapper_subclass import frozen_wrapped, move
 

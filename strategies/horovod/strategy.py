@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fabric.launchers.environments.horovod import INSTALL
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.capabilities import Capability
+from fabric.strategies.capabilities import Capability, Target
 from fabric.strategies.horovod.collective import OF_ALL_RANKS, HorovodCollective
 from fabric.strategies.horovod.horovod_gradient_sync import HorovodGradientSync
 from fabric.strategies.options import own_launchers
@@ -23,7 +23,6 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared, place, replica
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
-from fabric.strategies.target import Target
 
 
 @final

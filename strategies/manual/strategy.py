@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.launchers.world import World
-from fabric.strategies.capabilities import Capability
+from fabric.strategies.capabilities import Capability, Target
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
-from fabric.strategies.layout import REPLICAS, SHARDS, Layout
 from fabric.strategies.manual.manual_gradient_sync import ManualGradientSync
 from fabric.strategies.manual.state import ManualState, own_parameters
 from fabric.strategies.optimizers.owners import refuse_owners
@@ -31,10 +30,9 @@ from fabric.strategies.options import check_function
 from fabric.strategies.precision.precision import Precision, casts
 from fabric.strategies.prepared import Prepared, replica
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
-from fabric.strategies.runtime import Runtime
+from fabric.strategies.runtime import REPLICAS, SHARDS, Layout, Runtime
 from fabric.strategies.sharding.fully_shard import fsdp_modules, reshard_roots
 from fabric.strategies.sharding.mesh import COPIES, along, check_degrees
-from fabric.strategies.target import Target
 from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.tensors.wrapper_subclass import is_wrapped
 

@@ -20,12 +20,11 @@ from typing import ClassVar, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.capabilities import Capability
+from fabric.strategies.capabilities import Capability, Target
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.clipping import clip_norm
-from fabric.strategies.layout import SHARDS, Layout
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.schedule import PipelineGradientSync
 from fabric.strategies.model_parallel.pipeline.split import assign, drop_other_stages, split_model
@@ -34,19 +33,17 @@ from fabric.strategies.module.deepcopy import IN_SHARDS, IN_STAGES, refuse_copie
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import UninitializedTensors
 from fabric.strategies.module.model_checks import refuse_sharded, refuse_sparse_layers
-from fabric.strategies.optimizers.owners import refuse_owners
-from fabric.strategies.optimizers.owners_state import sharded_state
+from fabric.strategies.optimizers.owners import refuse_owners, sharded_state
 from fabric.strategies.optimizers.rebinding import rebinding
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.precision import cast_module
 from fabric.strategies.prepared import Prepared, make_contiguous, make_prepared, move_state, place, with_precision
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
-from fabric.strategies.runtime import Runtime
+from fabric.strategies.runtime import SHARDS, Layout, Runtime
 from fabric.strategies.sharding.fully_shard import list_hidden_tensors_of_units, mark_gathering, reshard_roots
 from fabric.strategies.sharding.mesh import COPIES, Degree, Parallelize, along, check_written, complete, parallelize
 from fabric.strategies.sharding.sharded_gradient_sync import MeshAveraging, ShardedGradientSync
 from fabric.strategies.sharding.sharded_state import ShardedState
-from fabric.strategies.target import Target
 from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.parameters import name_some
 from fabric.strategies.tensors.wrapper_subclass import frozen_wrapped

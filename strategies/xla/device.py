@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from fabric.strategies.capabilities import Target
 from fabric.strategies.checkpoint.state import PlainState, StateAccess
 from fabric.strategies.data.transfer import move
 from fabric.strategies.module.deepcopy import Hook
 from fabric.strategies.precision.precision import cast_module
 from fabric.strategies.prepared import attach_scaler, move_state
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.target import Target
 from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.undo import undo_all
 

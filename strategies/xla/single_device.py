@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Target
 from fabric.strategies.collectives.single import SingleDeviceCollective
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared, replica
 from fabric.strategies.runtime import Runtime, open_runtime
-from fabric.strategies.target import Target
 from fabric.strategies.xla.device import (
     XLAState,
     marked_batches,

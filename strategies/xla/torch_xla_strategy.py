@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from fabric.strategies.capabilities import Capability
+from fabric.strategies.capabilities import Capability, releases
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.strategy import Strategy
-from fabric.strategies.target import releases
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from processes import run
 
 from fabric.launchers import Rendezvous, Topology, World
 from fabric.launchers.choose import choose_launcher
-from fabric.launchers.external import External
+from fabric.launchers.launcher import External
 
 TWO = Topology(num_processes=2)
 WORLD = World(

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from fabric.strategies import ModelParallelStrategy
-from fabric.strategies.layout import REPLICAS, Layout
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
+from fabric.strategies.runtime import REPLICAS, Layout
 from fabric.strategies.strategy_names import make_strategy
 
 

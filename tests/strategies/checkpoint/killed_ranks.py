@@ -19,11 +19,10 @@ import torch
 
 from fabric import read_checkpoint
 from fabric.launchers.world import Rendezvous, World
-from fabric.strategies.checkpoint.background import BackgroundSaves
 from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.storage import Buffer, Folder, Storage
 from fabric.strategies.checkpoint.tensors import replicated
-from fabric.strategies.checkpoint.write_and_commit import save
+from fabric.strategies.checkpoint.write_and_commit import BackgroundSaves, save
 from fabric.strategies.collectives.process_group import TorchCollective
 
 NUM_ELEMENTS = 300_000

@@ -21,10 +21,10 @@ from fakes import ThreadCollective, run_threads
 from torch import nn
 
 from fabric import CheckpointError, Fabric, WorkerError, read_checkpoint
-from fabric.strategies.checkpoint.background import BackgroundSaves
 from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.storage import Buffer, Folder
 from fabric.strategies.checkpoint.tensors import replicated
+from fabric.strategies.checkpoint.write_and_commit import BackgroundSaves
 
 
 def test_a_background_save_writes_the_state_at_the_call_not_after_the_next_step(tmp_path: Path) -> None:

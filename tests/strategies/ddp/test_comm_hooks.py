@@ -15,8 +15,8 @@ from torch.optim import SGD
 from fabric import Fabric
 from fabric.strategies import DDPStrategy
 from fabric.strategies.accelerators.accelerator import CPUAccelerator
+from fabric.strategies.capabilities import Target
 from fabric.strategies.ddp.comm_hooks import PowerSGD
-from fabric.strategies.target import Target
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -15,7 +15,7 @@ from torch.optim import SGD
 
 from fabric import Fabric, WorkerError
 from fabric.strategies import DDPStrategy
-from fabric.strategies.target import Target
+from fabric.strategies.capabilities import Target
 from fabric.testing import cases, check
 
 

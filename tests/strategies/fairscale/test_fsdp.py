@@ -15,9 +15,9 @@ from torch.optim import SGD, AdamW
 
 from fabric import Fabric
 from fabric.strategies.accelerators.accelerator import CPUAccelerator
+from fabric.strategies.capabilities import Target
 from fabric.strategies.fairscale.fsdp import FairScaleFSDPStrategy
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.target import Target
 
 STRATEGY = FairScaleFSDPStrategy(launcher="forkserver")
 

@@ -16,8 +16,8 @@ from torch.optim import SGD, AdamW
 from fabric import Fabric
 from fabric.strategies.accelerators.accelerator import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
+from fabric.strategies.capabilities import Target
 from fabric.strategies.fairscale.sharded_ddp import FairScaleShardedStrategy
-from fabric.strategies.target import Target
 
 STRATEGY = FairScaleShardedStrategy(launcher="forkserver")
 

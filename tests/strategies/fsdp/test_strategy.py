@@ -19,9 +19,9 @@ from fabric.launchers.world import World
 from fabric.strategies import DDPStrategy, FSDPStrategy, Strategy
 from fabric.strategies.accelerators.accelerator import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
+from fabric.strategies.capabilities import Target
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.target import Target
 from fabric.strategies.tensors.dtensor import local_part
 
 RECIPES = [

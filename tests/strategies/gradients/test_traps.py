@@ -21,9 +21,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from fabric import Fabric, read_checkpoint
 from fabric.strategies import DDPStrategy, ManualStrategy, ModelParallelStrategy, Strategy
 from fabric.strategies.accelerators.accelerator import CPUAccelerator
+from fabric.strategies.capabilities import Target
 from fabric.strategies.manual.strategy import ManualContext, Parallelized
 from fabric.strategies.strategy_names import available_strategies, make_strategy
-from fabric.strategies.target import Target
 
 
 def in_shards(model: nn.Module, mesh: Any) -> None:

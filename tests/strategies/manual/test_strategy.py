@@ -23,7 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from fabric import Fabric, read_checkpoint
 from fabric.strategies import DDPStrategy, ManualContext, ManualStrategy, Parallelized
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
-from fabric.strategies.target import Target
+from fabric.strategies.capabilities import Target
 from fabric.strategies.tensors.dtensor import whole
 
 sys.path.append(str(Path(__file__).parents[3] / "examples"))

@@ -20,8 +20,8 @@ from fabric import Fabric, SanitizerError
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy, along
 from fabric.strategies.accelerators.accelerator import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
+from fabric.strategies.capabilities import Target
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.target import Target
 from fabric.strategies.tensors.dtensor import local_part, whole
 
 
