@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, final
 
 from fabric.checks.check import Check, Moments
-from fabric.checks.nonfinite import Divergence, GradientGuard, OnNonfinite
+from fabric.checks.nonfinite import FinalWeights, GradientGuard, OnNonfinite
 from fabric.checks.sanitizer import Sanitizer, Watch
 from fabric.checks.shard_errors import explain_shards, shards_explained
 from fabric.configure.determinism import determinism
@@ -144,10 +144,10 @@ class Session:
         if request.sanitize is False or chosen.strategy.marks_steps:
             return
         runtime, objects = self.runtime, self.objects
-        yield (divergence := Divergence(objects.optimizers, lambda: objects.models.values()))
+        yield FinalWeights(objects.optimizers, lambda: objects.models.values())
         if runtime.world.size > 1:
             known = objects.optimizers, objects.state_access, objects.unprepared
-            yield Sanitizer(Watch(runtime, request.sanitize, self.moments, *known, divergence))
+            yield Sanitizer(Watch(runtime, request.sanitize, self.moments, *known))
 
     def _close_at_exit(self) -> None:
         try:

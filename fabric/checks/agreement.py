@@ -6,7 +6,6 @@ ranks form.
 """
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,27 +48,26 @@ Facts: TypeAlias = Mapping[Fact, Value]
 
 
 def compare(
-    collective: Collective, facts: Facts, loss: float, data: str, drawn: str, when: str, since: str, *, are_gone: bool
-) -> tuple[bool, bool, int] | None:
-    """Raise SanitizerError on every rank unless all agree. Ranks: all. Cost: an all-reduce of eight numbers.
+    collective: Collective, facts: Facts, data: str, drawn: str, when: str, since: str, *, are_gone: bool
+) -> tuple[bool, bool] | None:
+    """Raise SanitizerError on every rank unless all agree. Ranks: all. Cost: an all-reduce of seven numbers.
 
     `data` and `drawn`: what should differ where ranks read different samples. Returns whether each is the same on all
-    ranks, and the number of losses that are not finite. `are_gone`: whether this rank lacks facts because their objects
-    no longer exist; where a rank does, returns None on all, and nothing was compared.
+    ranks. `are_gone`: whether this rank lacks facts because their objects no longer exist; where a rank does, returns
+    None on all, and nothing was compared.
     """
     rank = collective.rank
     everyone = tuple(range(collective.size))
     total = sum(_coefficient(fact.holders, rank) * value.digest for fact, value in facts.items()) % 2**64
     texts = [_coefficient(everyone, rank) * digest_of_text(text) % 2**64 for text in (data, drawn)]
-    numbers = [half for each in (total, *texts) for half in (each % 2**32, each >> 32)]
-    numbers += [not math.isfinite(loss), are_gone]
+    numbers = [*(half for each in (total, *texts) for half in (each % 2**32, each >> 32)), are_gone]
     sums = collective.all_reduce(torch.tensor(numbers, dtype=torch.float64), "sum").tolist()
-    if sums[7]:
+    if sums[6]:
         return None
     differing, data_differs, draws_differ = ((int(sums[i]) + (int(sums[i + 1]) << 32)) % 2**64 for i in (0, 2, 4))
     if differing:
         raise SanitizerError(_first_difference(collective, facts, when, since))
-    return not data_differs, not draws_differ, int(sums[6])
+    return not data_differs, not draws_differ
 
 
 def digest_of_text(text: str) -> int:

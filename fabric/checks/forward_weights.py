@@ -9,9 +9,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.checks.agreement import SanitizerError
+from fabric.checks.training_state import Parameters
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.module.deepcopy import Hook
 from fabric.strategies.prepared import Prepared
@@ -20,15 +22,23 @@ from fabric.strategies.tensors.dtensor import user_class
 
 
 @final
-class ForwardWeights:
-    """Hooks on the units of one model: before the first forward hook of the backend, and before its last."""
+class WatchedModel:
+    """A model that the sanitizer compares, and the hooks on its units: before the first forward hook of the backend,
+    and before its last. The model keeps it alive."""
 
     def __init__(self, model: Prepared) -> None:
+        self.prepared = model
+        self.parameters: Parameters = dict(model.module.named_parameters(remove_duplicate=False))
+        """As they were set up."""
         self._access, self._model = model.state, uncompiled(model.module)
         self._units = [*(model.sync.units or fsdp_modules(self._model))]
         self._before: dict[nn.Module, dict[str, Tensor]] = {}
         """The parameters before forward, by their module and name."""
         self._hooks: list[RemovableHandle] = []
+
+    def has_gradients_of(self, optimizer: Optimizer) -> bool:
+        """Whether every rank has the averaged gradients of all its weights when this optimizer steps."""
+        return self.prepared.layout.gradients == "replicas" and self.prepared.holds(optimizer)
 
     def attach(self) -> None:
         """Compare in each forward from the next one on. Does nothing for a model without shards."""

@@ -8,10 +8,9 @@ without either they all-reduce one flag. Only a step that is not finite costs mo
 Under float16 a gradient may overflow because the loss scale is high. The scaler then skips the step and lowers the
 scale, and the guard does nothing. At a scale of 1 or less the gradients themselves overflow.
 
-Without a guard, `Divergence` reports a step with a loss that is not finite.
+Without a guard, `FinalWeights` reports weights that are not finite at the end.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias, final
 
@@ -118,41 +117,23 @@ class GradientGuard(Check):
         self._skips = optimizer
 
     def _whose_loss(self) -> str:
-        bad = _bad(self._runtime.collective.all_gather_object([bool(loss.isfinite().all()) for loss in self._losses]))
+        of_ranks = self._runtime.collective.all_gather_object(all(loss.isfinite().all() for loss in self._losses))
+        bad = ", ".join(str(rank) for rank, are_finite in enumerate(of_ranks) if not are_finite)
         return f"The loss was not finite on ranks {bad}." if bad else "The losses were finite on every rank."
 
 
 @final
-class Divergence(Check):
-    """Reports, once, that the loss was not finite in a watched step, and in `close` that weights are not finite.
+class FinalWeights(Check):
+    """Reports in `close` that weights are not finite: each rank reads its own, without communication.
 
-    Steps between watched ones are not checked: weights that they made non-finite show in the next watched step, and in
-    `close`, where each rank reads its own weights without communication. A skipped step is not reported.
     `steps`: the counters of all prepared optimizers; `models`: all models that are set up.
     """
 
     def __init__(self, steps: Mapping[Optimizer, StepCounter], models: Callable[[], Iterable[Prepared]]) -> None:
-        self._steps, self._models, self._finite, self._first = steps, models, "", ""
-        self.where: str | None = None
-        """The ranks whose loss is not finite in the present step; None: it is not watched."""
+        self._steps, self._models = steps, models
 
     def connected(self, runtime: Runtime) -> None:
         self._runtime = runtime
-
-    def watch(self, loss: float, num_nonfinite: int) -> None:
-        """Note the loss of a watched step, and the number of ranks where it is not finite. Ranks: all."""
-        self.where = ""
-        if num_nonfinite and not self._first:
-            self.where = _bad(self._runtime.collective.all_gather_object([math.isfinite(loss)]))
-
-    def watched_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped, or skipped, after the backward of that loss."""
-        step = f"step {self._steps[optimizer].num_steps} of `{type(optimizer).__name__}`"
-        if self.where == "":
-            self._finite = f", and finite in {step}"
-        elif self.where and not self._first and not optimizer.step_was_skipped:  # type: ignore[attr-defined]
-            self._first = f"The loss was not finite on ranks {self.where} in {step}{self._finite}."
-            self._runtime.report(f"{self._first} {_ADVICE}")
 
     def closing(self) -> None:
         for model in self._models() if any(each.num_steps for each in self._steps.values()) else ():
@@ -160,14 +141,10 @@ class Divergence(Check):
                 continue
             held = [local_part(each) for each in model.sync.parameters_held() if each.requires_grad]
             if not all_finite([each for each in held if type(each) in (Tensor, nn.Parameter)]):
-                what = f"At the end of the run the weights of `{user_class(model.module).__name__}` are not finite."
-                self._runtime.report(f"{what} {self._first or _UNSEEN} {_ADVICE}")
+                self._runtime.report(_NOT_FINITE.format(model=user_class(model.module).__name__))
 
 
-def _bad(of_ranks: Iterable[Iterable[bool]]) -> str:
-    """The ranks with a loss that is not finite."""
-    return ", ".join(str(rank) for rank, are_finite in enumerate(of_ranks) if not all(are_finite))
-
-
-_UNSEEN = "The loss was finite in all steps that were watched."
-_ADVICE = 'To stop at such a step, or skip it, call `fabric.guard_gradients("raise")` or `("skip")` before the loop.'
+_NOT_FINITE = (
+    "At the end of the run the weights of `{model}` are not finite. To stop at such a step, or skip it, call "
+    '`fabric.guard_gradients("raise")` or `("skip")` before the loop.'
+)

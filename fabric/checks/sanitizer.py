@@ -7,7 +7,7 @@
 
 A step is counted by its synchronised backward, which every rank runs, even a rank that skips the optimizer's step. The
 count starts at 1 again when an optimizer is set up. A watch is attached from the end of the backward before a watched
-step to the end of the next one, and compares after each backward: one all-reduce of eight numbers (`agreement.py`).
+step to the end of the next one, and compares after each backward: one all-reduce of seven numbers (`agreement.py`).
 Values are gathered only to write the error. In other steps nothing is attached: `fabric.backward` compares two
 integers.
 
@@ -27,9 +27,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fabric.checks.agreement import Fact, SanitizerError, Value, compare
 from fabric.checks.check import Check, Moments, StepCounter
-from fabric.checks.forward_weights import ForwardWeights
-from fabric.checks.nonfinite import Divergence
-from fabric.checks.training_state import Parameters, gradients_of, modes_of, names_in, options_of, weights_and_states
+from fabric.checks.forward_weights import WatchedModel
+from fabric.checks.training_state import gradients_of, modes_of, names_in, options_of, weights_and_states
 from fabric.checks.unprepared_optimizers import UnpreparedOptimizers
 from fabric.strategies.accelerators.accelerator_names import device_rngs
 from fabric.strategies.checkpoint.state import StateAccess
@@ -86,21 +85,6 @@ class Sanitizer(Check):
 
 
 @final
-@dataclass(eq=False)
-class _Model:
-    """A model that is compared; the model keeps it alive."""
-
-    prepared: Prepared
-    parameters: Parameters
-    """As they were set up."""
-    forward_weights: ForwardWeights
-
-    def has_gradients_of(self, optimizer: Optimizer) -> bool:
-        """Whether every rank has the averaged gradients of all its weights when this optimizer steps."""
-        return self.prepared.layout.gradients == "replicas" and self.prepared.holds(optimizer)
-
-
-@final
 class Watch(Check):
     """Compares after each synchronised backward, while it is attached.
 
@@ -116,13 +100,12 @@ class Watch(Check):
         steps: Mapping[Optimizer, StepCounter],
         access_of: Callable[[Optimizer], StateAccess],
         unprepared: UnpreparedOptimizers,
-        divergence: Divergence,
     ) -> None:
         self.watched, self._moments, self._steps, self._runtime = WatchedSteps(sanitize), moments, steps, runtime
-        self._access_of, self._unprepared, self._divergence = access_of, unprepared, divergence
+        self._access_of, self._unprepared = access_of, unprepared
         self._everyone = tuple(range(runtime.world.size))
         self._has_models, self._num_added = False, 0
-        self._objects: WeakValueDictionary[int, _Model | Optimizer] = WeakValueDictionary()
+        self._objects: WeakValueDictionary[int, WatchedModel | Optimizer] = WeakValueDictionary()
         """What was set up and still exists on this rank, by its number, the same on all ranks."""
         self._compared: set[int] = set()
         """The numbers of what is compared: see `_forget_gone`."""
@@ -156,8 +139,7 @@ class Watch(Check):
 
     def add_model(self, model: Prepared) -> None:
         """Compare this model from now on."""
-        parameters = dict(model.module.named_parameters(remove_duplicate=False))
-        watched = _Model(model, parameters, ForwardWeights(model))
+        watched = WatchedModel(model)
         model.path.kept.append(watched)
         self._has_models = True
         self._add(watched)
@@ -171,13 +153,13 @@ class Watch(Check):
             self._first = self._moments.num_backwards
             self.begin()
 
-    def _add(self, obj: _Model | Optimizer) -> None:
+    def _add(self, obj: WatchedModel | Optimizer) -> None:
         self._num_added += 1
         self._objects[self._num_added] = obj
         self._compared.add(self._num_added)
 
-    def _models(self) -> list[_Model]:
-        return [each for each in self._objects.values() if isinstance(each, _Model)]
+    def _models(self) -> list[WatchedModel]:
+        return [each for each in self._objects.values() if isinstance(each, WatchedModel)]
 
     def _forget_gone(self) -> None:
         """Compare only the objects that exist on all ranks: garbage is collected at different times. Ranks: all."""
@@ -188,7 +170,7 @@ class Watch(Check):
         """Watch the next step."""
         self._moments.due_at, self._moments.due = sys.maxsize, self.begin
         for each in self._models():
-            each.forward_weights.attach()
+            each.attach()
         if self not in self._moments.checks:
             self._attached.callback(register_optimizer_step_pre_hook(self._stepping).remove)
             self._moments.add(self)
@@ -202,10 +184,9 @@ class Watch(Check):
 
     def removed(self) -> None:
         self._attached.close()
-        self._divergence.where = None
         self._compares_collectives = False
         for each in self._models():
-            each.forward_weights.remove()
+            each.remove()
 
     def compare_collectives(self) -> None:
         """Compare each collective before it runs, until the watch is detached."""
@@ -224,10 +205,8 @@ class Watch(Check):
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self._unprepared.after_backward()
         if is_synchronised:
-            number = float(loss.detach().sum())
-            data, self._batches = self._batches or number.hex(), ""
-            is_same_data, is_same_draw, num_nonfinite = self._compare(number, data, with_modes=True)
-            self._divergence.watch(number, num_nonfinite)
+            data, self._batches = self._batches or float(loss.detach().sum()).hex(), ""
+            is_same_data, is_same_draw = self._compare(data, with_modes=True)
             self._judge(is_same_data, is_same_draw, data)
             self._end_if_over()
 
@@ -236,7 +215,6 @@ class Watch(Check):
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._stepped[optimizer] = self._steps[optimizer].num_steps
-        self._divergence.watched_step(optimizer)
         if self._is_counted_here:  # not in `_stepping`: torch iterates over the hooks that this may remove
             self._is_counted_here = False
             self._end_if_over()
@@ -269,12 +247,10 @@ class Watch(Check):
             among -= self._held[optimizer] | names.keys()
         self._noted.update(gradients_of(optimizer, names, self._everyone, among))
 
-    def _compare(
-        self, loss: float = 0.0, data: str = "", at: str = "in a backward", *, with_modes: bool = False
-    ) -> tuple[bool, bool, int]:
+    def _compare(self, data: str = "", at: str = "in a backward", *, with_modes: bool = False) -> tuple[bool, bool]:
         """See `agreement.compare`. `at`: where it is called. Raises: SanitizerError, on every rank. Ranks: all."""
         if not self._has_models:
-            return False, False, 0
+            return False, False
         stepped, self._stepped = self._stepped, {}
         noted, self._noted = self._noted, {}
         when = ", ".join(f"step {number} of `{type(optimizer).__name__}`" for optimizer, number in stepped.items())
@@ -284,7 +260,7 @@ class Watch(Check):
         found = None
         while found is None:
             facts, are_gone = self._facts(noted, with_modes=with_modes)
-            found = compare(collective, facts, loss, data, drawn, when, since, are_gone=are_gone)
+            found = compare(collective, facts, data, drawn, when, since, are_gone=are_gone)
             if found is None:
                 self._forget_gone()
         self._known.update(self._held)
@@ -294,7 +270,7 @@ class Watch(Check):
     def _facts(self, noted: Mapping[Fact, Value], *, with_modes: bool) -> tuple[dict[Fact, Value], bool]:
         """The facts of this rank, and whether an object that is compared no longer exists on it."""
         compared = {number: each for number, each in self._objects.items() if number in self._compared}
-        models = [each for each in compared.values() if isinstance(each, _Model)]
+        models = [each for each in compared.values() if isinstance(each, WatchedModel)]
         optimizers = [each for each in compared.values() if isinstance(each, Optimizer)]
         facts: dict[Fact, Value] = {}
         for optimizer in optimizers:  # first, for gradients that some ranks do not step with differ, too

@@ -58,7 +58,7 @@ if __name__ == "__main__":
     main(sys.argv[3])
 '''
 
-STARTING = [("inline", 1), ("fork", 2), ("forkserver", 2), ("spawn", 2), ("script", 2), ("elastic", 2)]
+STARTING = [("inline", 1), ("fork", 2), ("forkserver", 2), ("spawn", 2), ("elastic", 2)]
 ENTERING = [("inline", 1), ("fork", 2), ("script", 2), ("elastic", 2)]
 pytestmark = pytest.mark.slow
 

@@ -190,23 +190,11 @@ END = "At the end of the run the weights of `Linear` are not finite."
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("bad", "num_steps", "said"),
-    [
-        (4, 10, "The loss was not finite on ranks 1 in step 4 of `SGD`, and finite in step 3 of `SGD`."),
-        (5, 10, "The loss was not finite on ranks 0, 1 in step 8 of `SGD`, and finite in step 4 of `SGD`."),
-        (5, 6, ""),
-    ],
-)
-def test_a_loss_that_is_not_finite_is_said_in_the_first_watched_step_and_at_the_end(
-    bad: int, num_steps: int, said: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    Fabric(accelerator=ACCELERATOR, devices=2, launcher="forkserver").launch(diverge, bad, num_steps)
+def test_weights_that_are_not_finite_are_said_at_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    Fabric(accelerator=ACCELERATOR, devices=2, launcher="forkserver").launch(diverge, 5, 6)
     heard = capfd.readouterr().err
     assert heard.count(END) == 1
-    assert heard.count("The loss was not finite on") == 2 * bool(said)
-    assert heard.count(said) == 2 or not said
-    assert 'call `fabric.guard_gradients("raise")`' in heard
+    assert '`fabric.guard_gradients("raise")`' in heard
 
 
 @pytest.mark.parametrize("sanitize", ["start", False])
