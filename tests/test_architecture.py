@@ -321,7 +321,7 @@ def takes_a_target(node: ast.AST) -> bool:
 
 def test_resolving_reads_only_its_arguments() -> None:
     """`tests/fabric/configure/test_resolve.py` gives it machines that are not this one."""
-    files = [ROOT / "fabric/configure" / name for name in ("conflicts.py", "devices.py", "resolve.py")]
+    files = [ROOT / "fabric/configure" / name for name in ("devices.py", "resolve.py")]
     code = [(path, node) for path in files for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
     code += [(path, node) for path in sources() for node in nodes_of(path) if takes_a_target(node)]
     assert len(code) > 30

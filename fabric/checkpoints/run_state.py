@@ -1,23 +1,20 @@
 """What a checkpoint contains of a run besides the user's objects: the entry "fabric".
 
-Random generators, loss scales, schedulers, numbers of steps, the positions of data loaders, and the configurations of
-peft's adapters, which `consolidate` writes. Saving gathers the
+Random generators, loss scales, schedulers, numbers of steps, and the positions of data loaders. Saving gathers the
 states of the generators: each rank receives about 10 KB from every other. Of the tensors in positions only the shapes
 are sent: each rank writes its own. If the data was partitioned differently, ranks without a state of their own continue
 from that of rank 0.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from torch import nn
 from torch.optim import Optimizer
 
 from fabric.checkpoints.loader_positions import LoaderPositions
 from fabric.loop.setup import SetUp
 from fabric.strategies.accelerators.accelerator_names import device_rngs
-from fabric.strategies.checkpoint.state import named_objects, uncompiled
+from fabric.strategies.checkpoint.state import named_objects
 from fabric.strategies.checkpoint.tensors import in_memory, of_other_rank, of_rank
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.rng import process_rngs
@@ -43,7 +40,6 @@ class RunState:
             "scalers": set_up.scalers(),
             "schedulers": [s for each in set_up.schedulers if (s := each()) is not None and id(s) not in named],
         }
-        self._adapters = {at: configs for at, each in objects.items() if (configs := _adapter_configs(each))}
         self._steps = {
             name: set_up.optimizers[each]
             for name, each in objects.items()
@@ -61,7 +57,6 @@ class RunState:
         return {
             "generators": [generators for generators, _ in of_ranks],
             "loaders": self._loaders.merged(positions),
-            "adapters": self._adapters,
             "steps": {name: counter.state_dict() for name, counter in self._steps.items()},
             **{kind: [each.state_dict() for each in objects] for kind, objects in self._stateful.items()},
         }
@@ -96,16 +91,6 @@ class RunState:
         for name, rng in _rngs(self._runtime).items():
             if name in saved:
                 rng.write(saved[name])
-
-
-def _adapter_configs(obj: Any) -> dict[str, Any]:
-    """The content of `adapter_config.json` for each adapter of a model of peft; empty for other objects."""
-    configs = getattr(uncompiled(obj), "peft_config", None) if isinstance(obj, nn.Module) else None
-    if not isinstance(configs, dict):
-        return {}
-    values = {name: config.to_dict() | {"inference_mode": True} for name, config in configs.items()}
-    text = json.dumps(values, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
-    return json.loads(text)  # type: ignore[no-any-return]
 
 
 def is_run(state: Any) -> bool:

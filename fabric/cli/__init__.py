@@ -71,7 +71,6 @@ def _add_consolidate(command: argparse.ArgumentParser) -> None:
     command.add_argument("out", metavar="OUT", help="a file FILE.safetensors, or a folder")
     command.add_argument("--name", metavar="NAME", help="the entry of the state, where several modules were saved")
     command.add_argument("--keys", metavar="REGEX", help="only tensors with this in their names")
-    command.add_argument("--adapter", metavar="NAME", help="only this adapter of a peft model, under peft's names")
     command.add_argument(
         "--max-shard-size", metavar="SIZE", default="5GB", help="of each file in a folder: 500MB, 2GiB (default: 5GB)"
     )

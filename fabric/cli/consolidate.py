@@ -22,7 +22,6 @@ def consolidate(parsed: argparse.Namespace) -> int:
             parsed.out,
             name=parsed.name,
             filter=None if keys is None else lambda key, _: keys.search(key) is not None,
-            adapter=parsed.adapter,
             max_shard_bytes=num_bytes(parsed.max_shard_size),
         )
     except CheckpointError as error:

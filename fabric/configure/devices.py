@@ -4,8 +4,7 @@ If a world exists already, `auto` takes as many as it has processes on this node
 "devices" are processes, counted from 0.
 """
 
-from fabric.configure.conflicts import describe_world
-from fabric.configure.machine import Found, Machine
+from fabric.configure.machine import Found, Machine, describe_world
 from fabric.configure.request import Request
 from fabric.launchers.launcher_names import OURS
 from fabric.strategies.strategy import Strategy

@@ -16,6 +16,7 @@ from fabric.configure.request import Request
 from fabric.launchers.environments import ENVIRONMENTS, detect_world
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.ours import OursEnvironment
+from fabric.launchers.launcher_names import OURS
 from fabric.launchers.process.program import Program, this_program
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator, CPUAccelerator
@@ -163,3 +164,20 @@ def _current_device() -> int | None:
         return None
     is_open = torch.get_device_module(accelerator).is_initialized()
     return torch.accelerator.current_device_index() if is_open else None
+
+
+def describe_world(machine: Machine) -> str:
+    """The world in the environment: its launcher, its size, and the variables that define it."""
+    world = machine.world
+    assert world is not None
+    if world.launcher in OURS:
+        return (
+            f"this process is rank {world.rank} of the {world.size} that an earlier `launch()` started by "
+            f"{world.launcher!r} ({world.local_size} on this node)"
+        )
+    read = f"; read: {', '.join(machine.variables)}" if machine.variables else ""
+    if world.launcher == "local":
+        names = " ".join(each.partition("=")[0] for each in machine.variables)
+        read += f"; if no launch by hand is meant, `unset {names}`"
+    processes = f"{world.size} process{'es' * (world.size > 1)}"
+    return f"{world.launcher} started {processes} ({world.local_size} on this node{read})"

@@ -26,7 +26,6 @@ def consolidate(
     *,
     name: str | None = None,
     filter: Choose | None = None,
-    adapter: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> list[Path]:
     """Write a module of the checkpoint `path` as safetensors, under the user's parameter names; returns the files.
@@ -35,9 +34,7 @@ def consolidate(
     `model.safetensors`, or several shards and an index if that would have more than `max_shard_bytes`.
     `name`: the entry of the saved state (`"model"`, `"models/critic"`); may be omitted if only one module was saved.
     `filter`: `(key, tensor) -> bool` selects tensors; the tensor is on the device "meta". It also receives entries that
-    are no tensors (`_extra_state`), which only it can leave out. `adapter`: writes only this adapter of a `peft` model,
-    under the names that `peft` loads, as `adapter_model.safetensors`, and in a folder its `adapter_config.json`, if the
-    model was saved as one of `peft`: what `PeftModel.from_pretrained(base, out)` reads.
+    are no tensors (`_extra_state`), which only it can leave out.
     Tied tensors are written once, under the first of their names; the header lists the other names.
     Memory: tensors that several ranks saved in parts, of one file at a time. All bytes are verified first.
     Raises: CheckpointError: there is no complete checkpoint, or it is damaged. ValueError: nothing is left to write, no
@@ -51,8 +48,6 @@ def consolidate(
     with reading(path):
         checkpoint.verify([chosen.split("/")[0]])
     entries = dict(found[chosen])
-    if adapter is not None:
-        entries = _of_adapter(entries, adapter)
     if filter is not None:
         entries = {key: each for key, each in entries.items() if filter(key, shown(each))}
     tensors = _tensors(entries, chosen)
@@ -62,13 +57,7 @@ def consolidate(
             "`filter` that selects some, or another `name`."
         )
     kept, tied = _untied(tensors)
-    place, stem = local_path(out), "model" if adapter is None else "adapter_model"
-    written = _write(place, stem, kept, tied, max_shard_bytes)
-    config = content.get(RUN, {}).get("adapters", {}).get(f"/{chosen}", {}).get(adapter)
-    if config is not None and place.suffix != SUFFIX:
-        Folder(place).commit("adapter_config.json", json.dumps(config, indent=2, sort_keys=True).encode())
-        written.append(place / "adapter_config.json")
-    return written
+    return _write(local_path(out), kept, tied, max_shard_bytes)
 
 
 def _modules(content: Any, at: tuple[str, ...] = ()) -> dict[str, Mapping[str, Any]]:
@@ -103,21 +92,6 @@ def _tensors(state: Mapping[str, Any], name: str) -> dict[str, Stored]:
     return dict(state)
 
 
-def _of_adapter(tensors: Mapping[str, Any], adapter: str) -> dict[str, Any]:
-    """The tensors of an adapter of peft, under the names that its `get_peft_model_state_dict` returns."""
-    found = {}
-    for key, stored in tensors.items():
-        words = key.split(".")
-        if adapter in words:
-            found[".".join(word for word in words if word not in (adapter, "modules_to_save"))] = stored
-    if not found:
-        raise ValueError(
-            f"No tensor belongs to an adapter {adapter!r}: no key contains {f'.{adapter}.'!r}. Pass the adapter's name "
-            "in `peft`, such as 'default'."
-        )
-    return found
-
-
 def _untied(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, str]]:
     """Each tensor once, and the other names of tied tensors, each with the name that is kept."""
     first: dict[Any, str] = {}
@@ -125,18 +99,16 @@ def _untied(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str,
     return {key: each for key, each in tensors.items() if key not in tied}, tied
 
 
-def _write(
-    out: Path, stem: str, tensors: Mapping[str, Stored], tied: Mapping[str, str], max_shard_bytes: int
-) -> list[Path]:
+def _write(out: Path, tensors: Mapping[str, Stored], tied: Mapping[str, str], max_shard_bytes: int) -> list[Path]:
     if out.suffix == SUFFIX:
         save_safetensors(out, in_memory(tensors, mapped=True), tied)
         return [out]
     shards = list(_shards(tensors, max_shard_bytes))
-    numbered = [f"{stem}-{number:05}-of-{len(shards):05}{SUFFIX}" for number in range(1, len(shards) + 1)]
-    names = numbered if len(shards) > 1 else [stem + SUFFIX]
-    index = stem + SUFFIX + INDEX_SUFFIX
+    numbered = [f"model-{number:05}-of-{len(shards):05}{SUFFIX}" for number in range(1, len(shards) + 1)]
+    names = numbered if len(shards) > 1 else ["model" + SUFFIX]
+    index = "model" + SUFFIX + INDEX_SUFFIX
     folder = Folder(out)
-    others = [each for each in folder.names() if each.startswith(stem) and SUFFIX in each]
+    others = [each for each in folder.names() if each.startswith("model") and SUFFIX in each]
     if set(others) - {*names, index} or (index in others and len(shards) == 1):
         raise ValueError(
             f"{folder.path!r} contains files of another export, which readers would mix with this one: "

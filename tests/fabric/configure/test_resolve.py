@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from fabric.configure.conflicts import CONFLICTS
 from fabric.configure.machine import Found, Machine
 from fabric.configure.request import Request
-from fabric.configure.resolve import resolve
+from fabric.configure.resolve import CONFLICTS, resolve
 from fabric.launchers.process.program import Program
 from fabric.launchers.world import Rendezvous, World
 from fabric.strategies import DataParallelStrategy, DDPStrategy, Precision, SingleDeviceStrategy, XLAStrategy

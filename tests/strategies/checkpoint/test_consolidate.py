@@ -86,27 +86,6 @@ def test_exported_shards_contain_each_tensor_once_and_can_be_loaded(tmp_path: Pa
         consolidate(tmp_path / "saved", tmp_path / "out")
 
 
-def test_an_adapter_is_exported_alone_under_the_names_of_peft(tmp_path: Path) -> None:
-    layer = "base_model.model.layer"
-    state = {
-        f"{layer}.base_layer.weight": torch.ones(4, 4),
-        f"{layer}.lora_A.default.weight": torch.rand(2, 4),
-        f"{layer}.lora_A.other.weight": torch.rand(2, 4),
-        "base_model.model.score.modules_to_save.default.weight": torch.rand(3, 4),
-        "base_model.model.score.original_module.weight": torch.rand(3, 4),
-    }
-    save_in_halves(tmp_path / "saved", {"model": state})
-    (written,) = consolidate(tmp_path / "saved", tmp_path / "out", adapter="default")
-    assert written.name == "adapter_model.safetensors"
-    expected = {
-        f"{layer}.lora_A.weight": state[f"{layer}.lora_A.default.weight"],
-        "base_model.model.score.weight": state["base_model.model.score.modules_to_save.default.weight"],
-    }
-    torch.testing.assert_close(safetensors.torch.load_file(written), expected, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="No tensor belongs to an adapter 'none'"):
-        consolidate(tmp_path / "saved", tmp_path / "out", adapter="none")
-
-
 def test_fabric_consolidate_selects_a_module_and_keys_and_lists_the_modules_in_its_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

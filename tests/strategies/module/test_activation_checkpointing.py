@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fabric import Fabric
-from fabric.configure.conflicts import accelerator_against_the_strategy
+from fabric.configure.resolve import accelerator_against_the_strategy
 from fabric.strategies import (
     FairScaleFSDPStrategy,
     FSDPStrategy,
