@@ -6,6 +6,8 @@ The names below are imported at their first use, so that an unused strategy does
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fabric.strategies.strategy_names import TABLE
+
 if TYPE_CHECKING:
     from fabric.strategies.collectives.row_exchange import Route as Route
     from fabric.strategies.ddp.comm_hooks import PowerSGD as PowerSGD
@@ -33,26 +35,14 @@ if TYPE_CHECKING:
     from fabric.strategies.xla.single_device import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
 
 _HOME = {
-    "DDPStrategy": "ddp.strategy",
-    "DataParallelStrategy": "dp",
-    "DeepSpeedStrategy": "deepspeed.strategy",
-    "FSDPStrategy": "fsdp.strategy",
-    "FairScaleFSDPStrategy": "fairscale.fsdp",
-    "FairScaleShardedStrategy": "fairscale.sharded_ddp",
-    "HorovodStrategy": "horovod.strategy",
+    **{name: module for module, _, name in (path.partition(":") for path, _, _ in TABLE.values())},
     "ManualContext": "manual.strategy",
-    "ManualStrategy": "manual.strategy",
-    "ModelParallelStrategy": "model_parallel.strategy",
     "Parallelized": "manual.strategy",
     "Pipeline": "model_parallel.pipeline.options",
     "PowerSGD": "ddp.comm_hooks",
     "Precision": "precision.precision",
     "Route": "collectives.row_exchange",
-    "SingleDeviceStrategy": "single_device",
-    "SingleDeviceXLAStrategy": "xla.single_device",
     "Strategy": "strategy",
-    "XLAFSDPStrategy": "xla.fsdp",
-    "XLAStrategy": "xla.replicas",
     "along": "sharding.mesh",
     "available_strategies": "strategy_names",
     "blocks_of": "module.wrap_policy",

@@ -18,7 +18,7 @@ _FSDP = "fsdp.strategy:FSDPStrategy"
 _DEEPSPEED = "deepspeed.strategy:DeepSpeedStrategy"
 _SHARDED_DDP = "fairscale.sharded_ddp:FairScaleShardedStrategy"
 _OFFLOAD = {"offload_optimizer": True}
-_TABLE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+TABLE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "single_device": ("single_device:SingleDeviceStrategy", "one process, one device", {}),
     "dp": ("dp:DataParallelStrategy", "one process, several devices; ddp is faster", {}),
     "ddp": (_DDP, "a process per device, gradients averaged", {}),
@@ -66,7 +66,7 @@ _STRATEGIES: "Registry[Strategy]" = Registry(
     "fabric.strategies",
     (
         Registration(name=name, make=partial(_make, path, options), description=description)
-        for name, (path, description, options) in _TABLE.items()
+        for name, (path, description, options) in TABLE.items()
     ),
 )
 

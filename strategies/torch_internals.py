@@ -48,14 +48,8 @@ COMPILED: Names = {
     "torch._dynamo.eval_frame:OptimizedModule": {"_orig_mod": "the module within what `torch.compile` returns"},
 }
 
-COPY_ON_WRITE: Names = {
-    "torch": {"_lazy_clone": "a tensor that is copied when it is first written: torch documents it at `data_ptr`"},
-    "torch._C": {"_is_cow_tensor": "whether it was written"},
-}
-
 require_fully_shard = cache(partial(require, "torch", TESTED_TORCH, FULLY_SHARD))
 require_compiler = cache(partial(require, "torch", TESTED_TORCH, COMPILED))
-require_copy_on_write = cache(partial(require, "torch", TESTED_TORCH, COPY_ON_WRITE))
 """Raise ImportError if this torch lacks a name of the list. They import the modules that own the names."""
 
 _FUNCTIONS = {

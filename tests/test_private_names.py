@@ -20,9 +20,10 @@ ROOT = Path(__file__).parents[1]
 LISTS = {
     "launchers.process.interpreter": ("NAMES", "OF_LOADERS"),
     "launchers.xla_internals": ("NAMES",),
-    "strategies.torch_internals": ("BOUND", "FULLY_SHARD", "COMPILED", "COPY_ON_WRITE"),
+    "strategies.torch_internals": ("BOUND", "FULLY_SHARD", "COMPILED"),
     "strategies.data.huggingface": ("NAMES",),
     "strategies.deepspeed.library": ("NAMES", "STAGE_3"),
+    "strategies.deepspeed.released": ("COPY_ON_WRITE",),
     "strategies.fairscale.library": ("FULLY_SHARDED", "SHARDED"),
 }
 """Where the lists are, and what they are called."""

@@ -15,7 +15,7 @@ import torch.distributed
 from fabric.configure.request import Request
 from fabric.launchers.environments import ENVIRONMENTS, detect_world
 from fabric.launchers.environments.environment import Environment
-from fabric.launchers.environments.ours import OursEnvironment
+from fabric.launchers.environments.torchelastic import OursEnvironment
 from fabric.launchers.launcher_names import OURS
 from fabric.launchers.process.program import Program, this_program
 from fabric.launchers.world import World

@@ -14,7 +14,7 @@ from fabric.checks.check import Check
 from fabric.configure.options import DEFAULT_REPORT_AFTER_SECONDS, OPTIONS, Devices, Read, one_of, read_word
 from fabric.configure.run_options import options_in
 from fabric.launchers.environments.environment import Environment
-from fabric.launchers.environments.ours import OursEnvironment
+from fabric.launchers.environments.torchelastic import OursEnvironment
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.precision.precision import Precision

@@ -65,26 +65,25 @@ def nodes_against_the_world(request: Request, machine: Machine) -> str | None:
     )
 
 
-def output_against_a_foreign_world(request: Request, machine: Machine) -> str | None:
-    """Options for the output of ranks that another launcher has started."""
-    if machine.world is None or machine.world.launcher in OURS or not (request.log_dir or request.prefix_output):
+def options_against_a_foreign_world(request: Request, machine: Machine) -> str | None:
+    """Options for the output and the end of ranks that another launcher has started."""
+    if machine.world is None or machine.world.launcher in OURS:
         return None
-    written = f"log_dir={request.log_dir!r}" if request.log_dir else "prefix_output=True"
-    return (
-        f"`{written}` is for ranks that fabric starts, but {describe_world(machine)}, which owns their output. Leave "
-        "it out, and use that launcher's own options, such as `srun --output=rank-%t.log` or `torchrun --log-dir`."
-    )
-
-
-def grace_against_a_foreign_world(request: Request, machine: Machine) -> str | None:
-    """A time after SIGTERM for ranks that another launcher has started."""
-    if machine.world is None or machine.world.launcher in OURS or request.stop_grace_seconds is None:
+    if request.log_dir or request.prefix_output:
+        written = f"log_dir={request.log_dir!r}" if request.log_dir else "prefix_output=True"
+        rest = (
+            "owns their output. Leave it out, and use that launcher's own options, such as `srun "
+            "--output=rank-%t.log` or `torchrun --log-dir`."
+        )
+    elif request.stop_grace_seconds is not None:
+        written = f"stop_grace_seconds={request.stop_grace_seconds:g}"
+        rest = (
+            "ends them. Leave it out, and use that launcher's own time: of SLURM, `KillWait` in slurm.conf, or an "
+            "earlier signal by `#SBATCH --signal=USR1@600`."
+        )
+    else:
         return None
-    return (
-        f"`stop_grace_seconds={request.stop_grace_seconds:g}` is for ranks that fabric starts, but "
-        f"{describe_world(machine)}, which ends them. Leave it out, and use that launcher's own time: of SLURM, "
-        "`KillWait` in slurm.conf, or an earlier signal by `#SBATCH --signal=USR1@600`."
-    )
+    return f"`{written}` is for ranks that fabric starts, but {describe_world(machine)}, which {rest}"
 
 
 def place_of_a_node(request: Request, machine: Machine) -> str | None:
@@ -139,8 +138,7 @@ def restarts_that_no_launcher_makes(request: Request, machine: Machine) -> str |
 CONFLICTS: tuple[Conflict, ...] = (
     launcher_against_the_world,
     nodes_against_the_world,
-    output_against_a_foreign_world,
-    grace_against_a_foreign_world,
+    options_against_a_foreign_world,
     restarts_that_no_launcher_makes,
     place_of_a_node,
     launcher_against_the_program,

@@ -19,8 +19,7 @@ from torch.utils.weak import TensorWeakRef
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import HOST_DEVICES, Collective
-from fabric.strategies.gradients.averaging import Factor, average, scale_gradients
-from fabric.strategies.gradients.sync import GradientSync
+from fabric.strategies.gradients.sync import Factor, GradientSync, average, scale_gradients
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.dtensor import as_sharded, local_part

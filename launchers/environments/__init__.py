@@ -13,9 +13,8 @@ from fabric.launchers.environments.kubeflow import KubeflowEnvironment
 from fabric.launchers.environments.local import LocalEnvironment
 from fabric.launchers.environments.lsf import LSFEnvironment
 from fabric.launchers.environments.mpi import MPIEnvironment
-from fabric.launchers.environments.ours import OWNER, OursEnvironment
 from fabric.launchers.environments.slurm import SlurmEnvironment
-from fabric.launchers.environments.torchelastic import TorchElasticEnvironment
+from fabric.launchers.environments.torchelastic import OWNER, OursEnvironment, TorchElasticEnvironment
 from fabric.launchers.environments.xla import XLAEnvironment
 from fabric.launchers.world import World
 

@@ -15,11 +15,6 @@ from fabric.launchers.environments.defaults import variables
 from fabric.launchers.environments.environment import Environment, Variables
 from fabric.launchers.world import Rendezvous, World
 
-INSTALL = (
-    "Release 0.28.1 does not compile against today's torch by itself. In torchfabric's repository, run "
-    "`tests/over_horovod/build_wheel.sh python wheels && pip install wheels/horovod-*.whl` (two minutes)."
-)
-
 
 @final
 class HorovodEnvironment(Environment):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
-from fabric.launchers.environments.ours import OWNER, variables_of
+from fabric.launchers.environments.torchelastic import OWNER, variables_of
 from fabric.launchers.process.interpreter import close_files, join_threads, run_exit_functions
 from fabric.launchers.process.network import interface_for
 from fabric.launchers.process.os_process import die_with_parent, num_cores

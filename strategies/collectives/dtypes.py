@@ -83,12 +83,5 @@ def from_reduced(reduced: Tensor, op: ReduceOp, dtype: torch.dtype, size: int) -
     return reduced if reduced.dtype is dtype else reduced.to(dtype)
 
 
-def reduce_stacked(stacked: Tensor, op: ReduceOp) -> Tensor:
-    """The reduction of the slices of a tensor, `(W, *S)` -> `(*S)`, by this rank (mean: sum)."""
-    if op in ("min", "max"):
-        return stacked.amin(0) if op == "min" else stacked.amax(0)
-    return stacked.prod(0, dtype=stacked.dtype) if op == "product" else stacked.sum(0, dtype=stacked.dtype)
-
-
 def _refusal(dtype: torch.dtype, op: str, instead: str) -> str:
     return f"The {op} of {str(dtype).removeprefix('torch.')} tensors over ranks is not defined. {instead}"

@@ -16,14 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from fabric.strategies.collectives.fabric_calls_check import check_call
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.ddp.comm_hooks import register
-from fabric.strategies.gradients.averaging import Factor, scale_gradients
 from fabric.strategies.gradients.sync import (
     GRAPH_OF_GRADIENTS,
     CallModule,
+    Factor,
     Finish,
     GradientSync,
     end_reducer,
     one_gradient_each,
+    scale_gradients,
 )
 from fabric.strategies.module.output_tensors import list_hidden_tensors, restore_output
 from fabric.strategies.module.parameter_changes import ParameterSnapshot

@@ -26,9 +26,8 @@ from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_ran
 from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.deepspeed.released import LOST, ReleasedParameters
 from fabric.strategies.deepspeed.state import as_changed
-from fabric.strategies.gradients.averaging import Factor, multiply
 from fabric.strategies.gradients.clipping import norm_of, over_ranks
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, multiply
 from fabric.strategies.module.deepcopy import Hook
 from fabric.strategies.module.output_tensors import tensors_requiring_grad
 from fabric.strategies.module.parameter_changes import AddedParameters

@@ -22,13 +22,12 @@ from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.deepspeed.config import PRECISIONS, choose_offload, choose_stage, engine_config, read_config
 from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, copy_of, gathered_parts, is_trained
-from fabric.strategies.deepspeed.init_module import hide_shapes, in_shards
 from fabric.strategies.deepspeed.library import forget_models, join, local_rank, why_not, with_environment
-from fabric.strategies.deepspeed.released import ReleasedParameters, is_sharded
+from fabric.strategies.deepspeed.released import ReleasedParameters, hide_shapes, in_shards, is_sharded
 from fabric.strategies.deepspeed.state import LossScale, ZeroState
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.sync import LocalGradientSync
-from fabric.strategies.module.deepcopy import own_hooks, refuse_copies
+from fabric.strategies.module.deepcopy import Hook, hooks_of, refuse_copies
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.model_checks import refuse_sparse_layers, refuse_wrapped_in_flat
@@ -38,6 +37,7 @@ from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import SHARDS, Layout, Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.tensors.wrapper_subclass import frozen_wrapped
+from fabric.strategies.torch_internals import disable_dynamo
 
 
 @final
@@ -213,7 +213,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             make_contiguous(module)
         with (
             with_environment(runtime.world, runtime.device.type) as deepspeed,
-            own_hooks(module, are_copied=self._stage != 3),
+            _own_hooks(module, are_copied=self._stage != 3),
             _scalars_broadcast(runtime, module, self._stage),
             _wrapped_hidden(runtime, module),
         ):
@@ -396,3 +396,16 @@ _NO_OPTIMIZER = (
     "`{name}` was set up without an optimizer, for evaluation: under `strategy='deepspeed'` no engine would reduce its "
     "gradients. Call `fabric.setup(model, optimizer)`."
 )
+
+
+@contextmanager
+def _own_hooks(module: nn.Module, *, are_copied: bool) -> Iterator[None]:
+    """Turn the forward hooks that a backend registers within the context into `Hook`s.
+
+    `are_copied`: False for a module that cannot be copied: it is enough that its hooks are never compiled.
+    """
+    before = {key for hooks in hooks_of(module) for key in hooks}  # torch numbers hooks of all modules
+    yield
+    own: Callable[[Callable[..., Any]], Callable[..., Any]] = Hook if are_copied else disable_dynamo
+    for hooks in hooks_of(module):
+        hooks.update({key: own(hook) for key, hook in hooks.items() if key not in before})

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
-from fabric.strategies.gradients.averaging import average
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Finish, GradientSync, average
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.parameters import parameters_of
 

@@ -34,7 +34,7 @@ from fabric.strategies.collectives.collective import (
     forget_in_forks,
     in_a_fork,
 )
-from fabric.strategies.collectives.dtypes import from_reduced, reduce_stacked, to_reducible
+from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
 from fabric.strategies.collectives.fabric_calls_check import check_call
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.horovod.timeout import Watch
@@ -154,7 +154,7 @@ class HorovodCollective(CarriesObjects):
         check_slices("reduce_scatter", tensor, self.size)
         operand = to_reducible(tensor, op, copy=False)
         # Horovod's own reduce-scatter only sums. This one receives as many bytes per rank, and holds W slices.
-        reduced = reduce_stacked(self._all_to_all("reduce_scatter", operand), op)
+        reduced = _reduce_stacked(self._all_to_all("reduce_scatter", operand), op)
         return from_reduced(reduced, op, tensor.dtype, self.size)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
@@ -297,3 +297,10 @@ class RendezvousServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _reduce_stacked(stacked: Tensor, op: ReduceOp) -> Tensor:
+    """The reduction of the slices of a tensor, `(W, *S)` -> `(*S)`, by this rank (mean: sum)."""
+    if op in ("min", "max"):
+        return stacked.amin(0) if op == "min" else stacked.amax(0)
+    return stacked.prod(0, dtype=stacked.dtype) if op == "product" else stacked.sum(0, dtype=stacked.dtype)

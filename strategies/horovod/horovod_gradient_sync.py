@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
-from fabric.strategies.gradients.averaging import NONE, kind_of, refuse_sparse
-from fabric.strategies.gradients.sync import Finish, GradientSync, on_gradient
+from fabric.strategies.gradients.sync import NONE, Finish, GradientSync, kind_of, on_gradient, refuse_sparse
 from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.tensors.packing import exchange
 from fabric.strategies.torch_internals import after_backward

@@ -12,7 +12,6 @@ from typing import final
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric.launchers.environments.horovod import INSTALL
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability, Target
@@ -23,6 +22,11 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared, place, replica
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
+
+_INSTALL = (
+    "Release 0.28.1 does not compile against today's torch by itself. In torchfabric's repository, run "
+    "`tests/over_horovod/build_wheel.sh python wheels && pip install wheels/horovod-*.whl` (two minutes)."
+)
 
 
 @final
@@ -78,9 +82,9 @@ def _why_not(target: Target) -> str | None:
     built, device_type = target.packages.get("horovod"), target.accelerator.device(0).type
     if built is None:
         error = target.packages.get("horovod cannot be imported", "it was not looked for")
-        return f"`strategy='horovod'` needs Horovod, which cannot be imported here: {error}. {INSTALL}"
+        return f"`strategy='horovod'` needs Horovod, which cannot be imported here: {error}. {_INSTALL}"
     if "gloo" not in built:
-        return f"`strategy='horovod'` needs Horovod with its gloo controller, which the installed one lacks. {INSTALL}"
+        return f"`strategy='horovod'` needs Horovod with its gloo controller, which the installed one lacks. {_INSTALL}"
     if device_type == "cpu" or (device_type == "cuda" and "nccl" in built):
         return None
     return (

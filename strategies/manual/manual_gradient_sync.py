@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero, buffers_of
-from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.sync import (
     GRAPH_OF_GRADIENTS,
     INPUTS_OF_SHARDS,
     Finish,
     GradientSync,
+    average,
     end_reducer,
     on_gradient,
 )

@@ -36,23 +36,10 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def own_hooks(module: nn.Module, *, are_copied: bool) -> Iterator[None]:
-    """Turn the forward hooks that a backend registers within the context into `Hook`s.
-
-    `are_copied`: False for a module that cannot be copied: it is enough that its hooks are never compiled.
-    """
-    before = {key for hooks in _hooks_of(module) for key in hooks}  # torch numbers hooks of all modules
-    yield
-    own: Callable[[Callable[..., Any]], Callable[..., Any]] = Hook if are_copied else disable_dynamo
-    for hooks in _hooks_of(module):
-        hooks.update({key: own(hook) for key, hook in hooks.items() if key not in before})
-
-
-@contextmanager
 def user_hooks_alone(module: nn.Module) -> Iterator[None]:
     """Context: the module and its submodules run the user's forward hooks, and none of a strategy or its backend."""
     removed = []
-    for hooks in _hooks_of(module):
+    for hooks in hooks_of(module):
         before = dict(hooks)
         for key, hook in before.items():
             if isinstance(hook, Hook) or getattr(hook, "__module__", "").startswith(_OF_BACKENDS):
@@ -72,12 +59,13 @@ _OF_BACKENDS = ("fabric.", "torch.distributed.", "deepspeed.", "fairscale.")
 
 def forget_copied_hooks(module: nn.Module) -> None:
     """Remove the hooks that do nothing from a copy."""
-    for hooks in _hooks_of(module):
+    for hooks in hooks_of(module):
         for key in [key for key, hook in hooks.items() if isinstance(hook, Hook) and hook.function is _nothing]:
             del hooks[key]
 
 
-def _hooks_of(module: nn.Module) -> Iterator[dict[int, Callable[..., Any]]]:
+def hooks_of(module: nn.Module) -> Iterator[dict[int, Callable[..., Any]]]:
+    """The dicts of forward hooks of a module and its submodules."""
     for part in module.modules():
         yield from (part._forward_pre_hooks, part._forward_hooks)
 

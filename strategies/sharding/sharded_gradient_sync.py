@@ -24,8 +24,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero, buffers_of
-from fabric.strategies.gradients.averaging import average, redistribute
-from fabric.strategies.gradients.sync import INPUTS_OF_SHARDS, Finish, GradientSync, all_of
+from fabric.strategies.gradients.sync import INPUTS_OF_SHARDS, Finish, GradientSync, all_of, average, redistribute
 from fabric.strategies.module.initialization import UninitializedTensors
 from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.runtime import Runtime

@@ -14,7 +14,7 @@ from fabric.configure.machine import Machine
 from fabric.configure.request import Request
 from fabric.configure.resolve import resolve
 from fabric.configure.run_options import ProgramId, as_variable
-from fabric.launchers.environments.ours import variables_of
+from fabric.launchers.environments.torchelastic import variables_of
 from fabric.launchers.world import Rendezvous, World
 from fabric.strategies import DDPStrategy, Precision
 

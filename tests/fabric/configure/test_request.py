@@ -11,8 +11,8 @@ from fabric.configure.request import Request
 from fabric.configure.run_options import ProgramId, as_variable
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.local import LocalEnvironment
-from fabric.launchers.environments.ours import variables_of
 from fabric.launchers.environments.slurm import SlurmEnvironment
+from fabric.launchers.environments.torchelastic import variables_of
 from fabric.launchers.world import Rendezvous, World
 from fabric.strategies import DDPStrategy, Precision
 from fabric.strategies.accelerators import CPUAccelerator

@@ -19,7 +19,7 @@ from fabric import Fabric
 from fabric.launchers.launcher import WorkerError
 from fabric.launchers.world import World
 from fabric.strategies import DDPStrategy
-from fabric.strategies.gradients.averaging import scale_gradients
+from fabric.strategies.gradients.sync import scale_gradients
 
 PRESENT = "which has gradients already"
 SAMPLES = torch.randn(64, 3, generator=torch.Generator().manual_seed(1)).to(ACCELERATOR)
