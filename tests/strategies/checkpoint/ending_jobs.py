@@ -16,13 +16,16 @@ import torch
 from torch import nn
 
 from fabric import Fabric
-from fabric.strategies.checkpoint import background, saving
+from fabric.strategies.checkpoint import write_and_commit
+
+
+write = write_and_commit.write
 
 
 def write_slowly(*args: Any, **options: Any) -> None:
-    """As `saving.write`, one second later."""
+    """As `write`, one second later."""
     time.sleep(1)
-    saving.write(*args, **options)
+    write(*args, **options)
 
 
 def main(folder: str, how: str) -> None:
@@ -30,7 +33,7 @@ def main(folder: str, how: str) -> None:
     fabric.launch()
     model = fabric.setup(nn.Linear(3, 3))
     fabric.save(folder, {"model": model, "step": 1}, blocking=False).wait()
-    background.write = write_slowly
+    write_and_commit.write = write_slowly
     fabric.save(folder, {"model": model, "step": 2}, blocking=False)
     if how == "exit":
         sys.exit(0)

@@ -13,7 +13,7 @@ from fakes import ThreadCollective, run_threads
 from torch import nn
 
 from fabric import CheckpointDirectory, CheckpointError, Fabric, read_checkpoint
-from fabric.strategies.checkpoint import loading, saving
+from fabric.strategies.checkpoint import read_and_verify, write_and_commit
 from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.storage import storage_of
 from fabric.strategies.checkpoint.tensors import replicated
@@ -51,12 +51,12 @@ def save_from_a_rank(collective: ThreadCollective, address: str) -> None:
     tensors = {name: replicated(torch.arange(6.0).view(3, 2) + number, (0, 1)) for number, name in enumerate("xy")}
     state = tensors | {"rank": collective.rank}
     for _ in range(2):
-        saving.save(collective, storage_of(address), state)
-    found = loading.load(collective, storage_of(address))
+        write_and_commit.save(collective, storage_of(address), state)
+    found = read_and_verify.load(collective, storage_of(address))
     assert torch.equal(found["x"].whole(), torch.arange(6.0).view(3, 2))
     part = torch.zeros(4) if collective.rank == 0 else torch.zeros(4).to_sparse()
     with pytest.raises(CheckpointError, match="Rank 1 could not write the checkpoint") as raised:
-        saving.save(collective, storage_of(address), {"x": replicated(part, (0, 1))})
+        write_and_commit.save(collective, storage_of(address), {"x": replicated(part, (0, 1))})
     assert raised.value.rank == 1
 
 

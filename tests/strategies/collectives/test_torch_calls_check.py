@@ -128,7 +128,7 @@ def test_calls_that_differ_in_anything_raise_on_all_ranks_before_they_run() -> N
 def test_the_collectives_of_backends_are_compared(strategy: str, call: str) -> None:
     fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, sanitize="always")
     for message in fabric.launch(calls_of_the_backends_that_differ):
-        assert "test_c10d_check.py" in message
+        assert "test_torch_calls_check.py" in message
         outer = rf"forward of a module, .* \({call}|fabric\.backward, .* in differ, after \d step.? \({call}"
         assert re.search(rf"rank 0: ({call}|{outer})", message)
         assert "rank 1: all_reduce" in message
