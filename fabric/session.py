@@ -47,7 +47,7 @@ class Session:
         draws_apart: bool,
     ) -> None:
         with ExitStack() as stack:
-            stack.enter_context(determinism(request.deterministic))
+            stack.enter_context(determinism(request.deterministic, environment))
             with recording(environment):
                 journal = FlightRecorder()
             runtime = chosen.strategy.connect(world, chosen.accelerator, chosen.devices, chosen.precision)

@@ -81,7 +81,6 @@ COLLECTIVES_OUTSIDE = {
     "strategies/deepspeed/library.py": "hands torch's renamed functions to DeepSpeed, which looks for the old names",
 }
 ENVIRONMENT = {
-    "fabric/configure/determinism.py": "sets the variable that cuBLAS reads, and gives it back",
     "fabric/fabric.py": "the one place that hands the environment to Request and Machine",
     "fabric/lightning/utilities/rank_zero.py": "Lightning Fabric's decorator asks for the rank wherever it is called",
     "fabric/testing/equality.py": "hands the environment of a test to the program that it verifies",

@@ -359,30 +359,21 @@ def _check_world(request: Request, machine: Machine, strategy: Strategy, word: s
 
 
 def _topology(request: Request, machine: Machine, num_processes: int) -> Topology:
-    if machine.world is not None:
-        return _topology_of(machine.world)
-    return Topology(
-        num_processes=num_processes,
-        num_nodes=request.num_nodes,
-        node_rank=request.node_rank or 0,
-        main_address=request.main_address or "127.0.0.1",
-        main_port=request.main_port or 0,
-        log_dir=request.log_dir,
-        prefix_output=request.prefix_output,
-        stop_grace_seconds=request.stop_grace_seconds,
-    )
-
-
-def _topology_of(world: World) -> Topology:
-    if world.rendezvous is None:
-        return Topology(num_processes=1)
-    return Topology(
-        num_processes=world.local_size,
-        num_nodes=world.num_nodes,
-        node_rank=world.node_rank,
-        main_address=world.rendezvous.address,
-        main_port=world.rendezvous.port,
-    )
+    world = machine.world
+    if world is None:
+        return Topology(
+            num_processes=num_processes,
+            num_nodes=request.num_nodes,
+            node_rank=request.node_rank or 0,
+            main_address=request.main_address or "127.0.0.1",
+            main_port=request.main_port or 0,
+            log_dir=request.log_dir,
+            prefix_output=request.prefix_output,
+            stop_grace_seconds=request.stop_grace_seconds,
+        )
+    sizes = Topology(num_processes=world.local_size, num_nodes=world.num_nodes, node_rank=world.node_rank)
+    at = world.rendezvous
+    return sizes if at is None else replace(sizes, main_address=at.address, main_port=at.port)
 
 
 def _launcher(request: Request, machine: Machine, strategy: Strategy, topology: Topology) -> str:

@@ -18,7 +18,6 @@ from torch import nn
 from fabric import Fabric
 from fabric.strategies.checkpoint import write_and_commit
 
-
 write = write_and_commit.write
 
 
