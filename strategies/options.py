@@ -42,8 +42,8 @@ def check_options(strategy: Strategy) -> None:
     for field in fields(strategy):
         value = getattr(strategy, field.name)
         written = f"`{type(strategy).__name__}({field.name}={value!r})`"
-        kind, *none = str(field.type).split(" | ")
-        if kind == "Policy":
+        kind, *none = (field.type.__name__ if isinstance(field.type, type) else str(field.type)).split(" | ")
+        if field.name.endswith("_policy"):
             check_policy(value, field.name)
         if value is None or kind not in _KINDS or none not in ([], ["None"]):
             continue
