@@ -14,9 +14,9 @@ import torch
 
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.collectives.fabric_calls_check import all_equal
-from fabric.strategies.data.comparison import Ranks
+from fabric.strategies.data.context import LoaderContext, Ranks
 from fabric.strategies.data.device_loader import DeviceLoader
-from fabric.strategies.data.loaders import LoaderContext, process_dataloader
+from fabric.strategies.data.loaders import process_dataloader
 from fabric.strategies.data.partition import Use
 from fabric.strategies.data.uneven import Votes
 from fabric.strategies.runtime import Runtime

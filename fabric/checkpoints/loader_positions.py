@@ -50,9 +50,9 @@ class LoaderStates(LoaderAccess):
             self._leave_out(name, loader)
             return
         states = content.get(OF_RANKS) if isinstance(content, dict) else None
-        own = _reads_own_part(loader)
-        if (states is not None) != own or (states is not None and len(states) != self._collective.size):
-            saved = "one position for all ranks" if states is None else f"the positions of {len(states)} ranks"
+        own, num_saved = _reads_own_part(loader), None if states is None else len(states)
+        if num_saved != (self._collective.size if own else None):
+            saved = "one position for all ranks" if states is None else f"the positions of {num_saved} ranks"
             raise ValueError(
                 f"`state[{name!r}]` has {saved} in the checkpoint, and here {self._collective.size} ranks read "
                 f"{'each data of its own' if own else 'one order'}. Load it with as many ranks that read the same data "
@@ -92,29 +92,36 @@ class LoaderPositions:
         if len({len(each) for each in of_ranks}) > 1:  # Python frees loaders that are not used any more
             self._report_once("Ranks have different numbers of data loaders, so their positions are not saved.")
             return []
+        pairs = zip(self._loaders, zip(*of_ranks, strict=True), strict=True)
         return [
-            self._of_all(loader, states)
-            for loader, states in zip(self._loaders, zip(*of_ranks, strict=True), strict=True)
+            states[0] if not loader.reads_own_part else None if None in states else {OF_RANKS: list(states)}
+            for loader, states in pairs
         ]
 
     def write(self, saved: list[Any]) -> None:
-        """Restore what `merged` returned, with a `Stored` for each tensor. Ranks: all call it."""
+        """Restore what `merged` returned, with a `Stored` for each tensor. Ranks: all call it.
+
+        Raises: ValueError: a loader has changed, and its epoch has a rest.
+        """
         if not saved:
             return
-        of_ranks = self._collective.all_gather_object(self._problems(saved))
-        known = [problems for problems in of_ranks if problems is not None]
-        if len(known) < len(of_ranks):
+        fits = len(saved) == len(self._loaders)
+        of_ranks = self._collective.all_gather_object([*map(self._problem, self._loaders, saved)] if fits else None)
+        if None in of_ranks:
             self._report(_OTHER_NUMBER.format(saved=len(saved), here=len(self._loaders)))
             return
-        for number, (loader, state, *problems) in enumerate(zip(self._loaders, saved, *known, strict=True), start=1):
+        for number, (loader, state, *problems) in enumerate(zip(self._loaders, saved, *of_ranks, strict=True), start=1):
             problem = next(filter(None, problems), None)
             if problem is not None:
                 self._report(f"Loader {number} of the run was not restored: {problem}")
             elif state is not None:
                 own = in_memory(state[OF_RANKS][self._collective.rank] if OF_RANKS in state else state)
                 loader.load_state_dict(own)
-                if "loader" in own or own["cursor"]["samples"]:
-                    self._report(_CONTINUES.format(number=number, name=loader_name(loader), place=_place(own)))
+                at = own["cursor"]
+                place = f"epoch {at['epoch']} after {at['samples']} samples"
+                if "loader" in own or at["samples"]:
+                    place = "where it was saved" if "loader" in own else place
+                    self._report(_CONTINUES.format(number=number, name=loader_name(loader), place=place))
 
     def _position(self, number: int, loader: DeviceLoader) -> Any:
         if loader.would_start or (self._collective.rank > 0 and not loader.reads_own_part):  # rank 0's is that of all
@@ -136,19 +143,8 @@ class LoaderPositions:
             return None
         return state
 
-    def _of_all(self, loader: DeviceLoader, states: Sequence[Any]) -> Any:
-        if not _reads_own_part(loader):
-            return states[0]
-        return None if any(each is None for each in states) else {OF_RANKS: list(states)}
-
-    def _problems(self, saved: list[Any]) -> list[str | None] | None:
-        """Why this rank cannot restore each of the positions; None: other loaders were saved.
-        Raises: ValueError: a loader has changed, and its epoch has a rest."""
-        if len(saved) != len(self._loaders):
-            return None
-        return [self._problem(loader, state) for loader, state in zip(self._loaders, saved, strict=True)]
-
     def _problem(self, loader: DeviceLoader, state: Any) -> str | None:
+        """Why this rank cannot restore a position; None: it can."""
         if state is None:
             return None
         if loader.iteration.is_open:
@@ -160,16 +156,10 @@ class LoaderPositions:
         try:
             loader.fitting(own)
         except ValueError as error:
-            if own.get("cursor", {}).get("batches") or own.get("cursor", {}).get("samples"):
+            if any(own.get("cursor", {}).get(name) for name in ("batches", "samples")):
                 raise ValueError(f"{error} {_OR_ANEW}") from None
             return str(error)
         return None
-
-
-def _place(state: dict[str, Any]) -> str:
-    if "loader" in state:
-        return "where it was saved"
-    return f"epoch {state['cursor']['epoch']} after {state['cursor']['samples']} samples"
 
 
 _OTHER_NUMBER = (

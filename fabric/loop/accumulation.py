@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.data.device_loader import DeviceLoader
-from fabric.strategies.data.loop_progress import NOT_COUNTED, End, LoopProgress, ReadAhead, RepeatedBatches
+from fabric.strategies.data.loop_progress import NOT_COUNTED, End, LoopProgress, RepeatedBatches
 from fabric.strategies.data.partition import length_of, once
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
@@ -60,13 +60,10 @@ class Accumulation:
             self.kept.update({model.module: _Kept(model) for model in held})
 
     def windows(
-        self,
-        batches: Iterable[T],
-        num_batches: int,
-        unsynced: Callable[[], AbstractContextManager[None]],
+        self, batches: Iterable[T], num_batches: int, unsynced: Callable[[], AbstractContextManager[None]]
     ) -> "Iterator[Window[T]]":
         """See `Fabric.accumulate`. `unsynced`: the context of all micro-batches but the last."""
-        remaining, taken = _Ahead(iter(batches), self.repeated, self._progress.ahead), 0
+        remaining, taken = _Ahead(iter(batches), self.repeated, self._progress), 0
         total = batches.num_batches_at_start if isinstance(batches, DeviceLoader) else length_of(batches)
         try:
             while remaining.has_next():
@@ -165,28 +162,27 @@ class Window(Generic[T]):
         return self._batches()
 
     def _batches(self) -> Iterator[T]:
-        batch = next(self._remaining)
-        if self._num_batches > 1 and self._remaining.has_next():
-            with self._unsynced():
-                is_last = False
-                while not is_last:
-                    self.num_read += 1
-                    self._note(batch)
-                    yield batch
-                    batch = next(self._remaining)
-                    is_last = self.num_read + 1 == self._num_batches or not self._remaining.has_next()
-        self.num_read += 1
-        self._note(batch)
-        yield batch
+        is_last = False
+        with ExitStack() as unsynced:
+            while not is_last:
+                batch = next(self._remaining)
+                is_last = self.num_read + 1 == self._num_batches or not self._remaining.has_next()
+                if is_last:
+                    unsynced.close()
+                elif self.num_read == 0:
+                    unsynced.enter_context(self._unsynced())
+                self.num_read += 1
+                self._note(batch)
+                yield batch
 
 
 @final
 class _Ahead(Iterator[T]):
     """An iterator that reads one item ahead, to know whether there is another."""
 
-    def __init__(self, iterator: Iterator[T], repeated: RepeatedBatches | None, ahead: ReadAhead) -> None:
+    def __init__(self, iterator: Iterator[T], repeated: RepeatedBatches | None, progress: LoopProgress) -> None:
         self._iterator: Iterator[T] = once(iterator)
-        self._repeated, self._ahead = repeated, ahead
+        self._repeated, self._progress = repeated, progress
         self._held: list[T] = []
         self._ends: list[End] = []
         """The iterations whose end was found."""
@@ -196,7 +192,7 @@ class _Ahead(Iterator[T]):
     def has_next(self) -> bool:
         if not self._held:
             before = None if self._repeated is None else self._repeated.take()
-            with self._ahead.reading() as ends:
+            with self._progress.reading_ahead() as ends:
                 self._held = [*islice(self._iterator, 1)]
             self._ends += ends
             if self._repeated is not None and before is not None:

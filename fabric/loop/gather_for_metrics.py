@@ -31,8 +31,8 @@ def gather_for_metrics(collective: Collective, share: Share, values: Sequence[T]
     _check_values(values, loader)
     own = values[: loader.iteration.num_own]
     batches, spec = _read(own)
-    nest: Any = map_by_path(lambda path, tensor: tensor[:0] if tensor.ndim else tensor, own[0]) if own else None
-    num_rows = [[len(tensor) if tensor.ndim else 1 for tensor in batch] for batch in batches]
+    nest: Any = map_by_path(lambda path, tensor: (tensor if tensor.ndim else tensor[None])[:0], own[0]) if own else None
+    num_rows = [list(map(len, batch)) for batch in batches]
     of_ranks = collective.all_gather_object((share.index, spec, num_rows))
     specs = {of_rank: rank for rank, (_, of_rank, _) in reversed([*enumerate(of_ranks)]) if of_rank is not None}
     if not specs:
@@ -76,7 +76,7 @@ def _read(values: Sequence[Any]) -> tuple[list[list[Tensor]], str | None]:
     for value in values:
         leaves: dict[str, Tensor] = {}
         map_by_path(leaves.setdefault, value, "values[i]")
-        batches.append([tensor.detach() for tensor in leaves.values()])
+        batches.append([(leaf if leaf.ndim else leaf[None]).detach() for leaf in leaves.values()])
         specs.append("; ".join(f"{path}: {_spec(tensor)}" for path, tensor in leaves.items()))
         if specs[-1] != specs[0]:
             raise ValueError(
@@ -101,18 +101,14 @@ def _put_together(
     """
     likes: list[Tensor] = []
     map_by_path(lambda path, like: likes.append(like), nest)
-    lengths = [[[batch[place] for batch in of_rank] for of_rank in num_rows] for place in range(len(likes))]
-    """Of each tensor: how many rows each rank has of it in each step."""
-    joined: list[Tensor] = []
-    for place, like in enumerate(likes):
-        whole = like.new_zeros((max(map(sum, lengths[place])), *like.shape[1:]))
-        if batches:
-            rows = torch.cat([batch[place] if like.ndim else batch[place][None] for batch in batches])
-            whole[: len(rows)] = rows
-        joined.append(whole)
+    rows = [[[batch[place] for batch in of_rank] for of_rank in num_rows] for place in range(len(likes))]
+    """For each tensor: how many rows each rank has of it in each step."""
+    padded = [like.new_zeros((max(map(sum, rows[place])), *like.shape[1:])) for place, like in enumerate(likes)]
+    for own, *parts in zip(padded, *batches, strict=True):
+        torch.cat([own[:0], *parts], out=own[: sum(map(len, parts))])
     results = iter(
-        _in_order([of_ranks[rank][: sum(rows[rank])].split(rows[rank]) for rank in sources])
-        for of_ranks, rows in zip(nested.all_gather(collective, joined), lengths, strict=True)
+        _in_order([of_ranks[rank][: sum(of_rank[rank])].split(of_rank[rank]) for rank in sources])
+        for of_ranks, of_rank in zip(nested.all_gather(collective, padded), rows, strict=True)
     )
     return map_by_path(lambda path, like: next(results), nest)
 

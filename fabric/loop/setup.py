@@ -57,12 +57,7 @@ class SetUp:
     Note [What was set up lives as long as the program has it]."""
 
     def __init__(
-        self,
-        runtime: Runtime,
-        strategy: Strategy,
-        moments: Moments,
-        accumulation: Accumulation,
-        weighting: Weighting,
+        self, runtime: Runtime, strategy: Strategy, moments: Moments, accumulation: Accumulation, weighting: Weighting
     ) -> None:
         self._runtime, self._strategy, self._moments = runtime, strategy, moments
         self._accumulation = accumulation

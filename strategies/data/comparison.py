@@ -18,7 +18,6 @@ import copy
 import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import PurePath
@@ -29,8 +28,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Sampler, StackDataset, Subset, TensorDataset
 
 from fabric.strategies.data import huggingface
+from fabric.strategies.data.context import Ranks
 from fabric.strategies.data.rng import digest, mix, preserved_rngs, seed_process
-from fabric.strategies.data.uneven import Votes
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.nests import is_tensor, leaves_in, opened
 from fabric.strategies.tensors.rng import Rng
@@ -41,23 +40,6 @@ NUM_ROWS = 16
 NUM_SHOWN = 8
 TINY = 1e-4
 """Smaller absolute values count as 0: rounding errors differ between processors."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """The collectives that the set-up of a loader uses. Every rank calls each of them."""
-
-    size: int
-    broadcast: Callable[[Any], Any]
-    """Returns the object of rank 0 on every rank."""
-    gather: Callable[[Any], list[Any]]
-    """Returns the objects of all ranks, in rank order, on every rank."""
-    same: Callable[[str], bool]
-    """Whether all ranks passed the same string: one all-reduce of one number."""
-    lead: Callable[[str, Any], Any]
-    """Returns the object that rank 0 has under a name, on every rank; rank 0 does not wait for the others."""
-    votes: Callable[[], Votes] | None = None
-    """Makes the `Votes` by which a loader agrees on its number of batches. None: not supported."""
 
 
 def agree_on_loader(described: Mapping[str, Any], own: Sequence[Rng], ranks: Ranks) -> bool:

@@ -6,7 +6,7 @@ that its iteration has counted. A checkpoint has the cursor, and a resumed run b
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any, Literal, final
 
@@ -65,30 +65,32 @@ class Cursor:
 
 
 @final
+@dataclass(eq=False)
 class Iteration:
     """How many batches the loop has received in one iteration over a loader, and which of them were repeated."""
 
-    def __init__(
-        self, progress: LoopProgress | None = None, *, trains: bool = False, supply: Supply | None = None
-    ) -> None:
-        """`trains`: whether the loop trains on the batches. `supply`: if ranks agree on the number of batches."""
-        self._progress = LoopProgress() if progress is None else progress
-        self.supply, self._trains = supply, trains
-        self.repeated = self._progress.repeated if trains else RepeatedBatches()
-        self.num_batches = 0
-        self.is_complete = False
-        """Whether the iteration has raised StopIteration in the loop."""
-        self.has_ended = False
-        """Whether the iteration has no batch left. It may still be open, if the end was found by reading ahead."""
-        self.is_open = False
-        """Whether the loop has received a batch, and has not left the iteration."""
-        self.has_trained = False
-        """Whether there was a backward pass or an optimizer step, once the loop has left the iteration."""
-        self._num_updates_before = 0
-        self.thread: int | None = None
-        """The thread that receives the batches."""
-        self.begin_again: Callable[[], Iterator[Any]] | None = None
-        """Begins the iteration that replaces this one, if a position was loaded after `iter`."""
+    progress: LoopProgress = field(default_factory=LoopProgress)
+    trains: bool = False
+    """Whether the loop trains on the batches."""
+    supply: Supply | None = None
+    """If ranks agree on the number of batches."""
+    num_batches: int = 0
+    is_complete: bool = False
+    """Whether the iteration has raised StopIteration in the loop."""
+    has_ended: bool = False
+    """Whether the iteration has no batch left. It may still be open, if the end was found by reading ahead."""
+    is_open: bool = False
+    """Whether the loop has received a batch, and has not left the iteration."""
+    has_trained: bool = False
+    """Whether there was a backward pass or an optimizer step, once the loop has left the iteration."""
+    thread: int | None = None
+    """The thread that receives the batches."""
+    begin_again: Callable[[], Iterator[Any]] | None = None
+    """Begins the iteration that replaces this one, if a position was loaded after `iter`."""
+    _num_updates_before: int = 0
+
+    def __post_init__(self) -> None:
+        self.repeated = self.progress.repeated if self.trains else RepeatedBatches()
 
     @property
     def num_own(self) -> int:
@@ -120,7 +122,7 @@ class Iteration:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Context: the loop receives batches, until it leaves the iteration or `end` is called."""
-        self.is_open, self._num_updates_before = True, self._progress.num_updates
+        self.is_open, self._num_updates_before = True, self.progress.num_updates
         self.thread = get_ident()
         try:
             yield
@@ -131,8 +133,8 @@ class Iteration:
 
     def receive(self, batch: Any) -> None:
         """Report a batch that the loop receives. Called where ranks agree, one is repeated, or a check wants it."""
-        if self._trains and self._progress.note_batch is not None:
-            self._progress.note_batch(batch, self)
+        if self.trains and self.progress.note_batch is not None:
+            self.progress.note_batch(batch, self)
         factor = 1.0 if self.supply is None else self.supply.factors.popleft()
         if self.repeated.is_used:
             self.repeated.receive(self, factor)
@@ -140,7 +142,7 @@ class Iteration:
     def end(self) -> None:
         """Called when there is no batch left."""
         self.has_ended = True
-        self._progress.ahead.end(self._leave)
+        self.progress.end(self._leave)
 
     def without_batches(self) -> Iterator[Any]:
         """An iteration whose batches the loop has received in the saved run."""
@@ -150,4 +152,4 @@ class Iteration:
 
     def _leave(self, is_complete: bool) -> None:
         self.is_open, self.is_complete = False, is_complete
-        self.has_trained = self._progress.num_updates != self._num_updates_before
+        self.has_trained = self.progress.num_updates != self._num_updates_before

@@ -7,13 +7,12 @@ from itertools import chain, islice
 from threading import get_ident
 from typing import Any, Protocol, final, runtime_checkable
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from fabric.strategies.data import huggingface
+from fabric.strategies.data.context import LoaderContext
 from fabric.strategies.data.cursor import Cursor, Iteration
 from fabric.strategies.data.epochs import Epoch, Order
-from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.partition import Cut, RoundRobinCut, Share, length_of
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.sources import IndexSource, PreparedStream
@@ -59,7 +58,7 @@ class Reading:
 
     source: Iterable[Any]
     """The iterated object: the user's loader, a copy of it, or this rank's share of an iterable."""
-    order: Order = field(default_factory=lambda: Order(0, {}, []))
+    order: Order = field(default_factory=Order)
     """The epochs, and the order of their samples."""
     index: IndexSource | None = None
     """Replaces the sampler, if the loader has one."""
@@ -69,8 +68,6 @@ class Reading:
     """Called with each epoch, before workers begin it."""
     epochal: tuple[SupportsSetEpoch, ...] = ()
     """The objects whose `set_epoch` the prepared loader's `set_epoch` calls."""
-    device: torch.device | None = None
-    """Where batches are moved to; None: they are not moved."""
     carry: Carry = one_by_one
     """Moves batches to the device."""
     begin: tuple[Callable[[], None], ...] = ()
@@ -81,13 +78,6 @@ class Reading:
     """Gives ranks whose data has different lengths the same number of batches."""
     part: Share | None = None
     """Which part of the data this rank reads, if each rank has a position of its own; None: all share one position."""
-    report: Callable[[str], None] = lambda sentence: None
-    progress: LoopProgress = field(default_factory=LoopProgress)
-    """What the loop has done so far."""
-    resumes_left: bool = True
-    """Whether the position after a `break` is within the epoch; otherwise at the beginning of the next one."""
-    trains: bool = True
-    """Whether the loop trains on the batches."""
 
     @property
     def cut(self) -> Cut:
@@ -107,8 +97,8 @@ class DeviceLoader:
     Delegates other attributes to the user's loader (`dataset`, `batch_size`, `sampler`, ...), which is not modified.
     """
 
-    def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
-        self._loader, self._reading = loader, reading
+    def __init__(self, loader: Iterable[Any], reading: Reading, context: LoaderContext) -> None:
+        self._loader, self._reading, self._context = loader, reading, context
         self._has_begun = self._has_warned = False
         self._restored: Any = None
         """The restored state of a loader that saves its own position."""
@@ -162,11 +152,11 @@ class DeviceLoader:
                 next(batches, None)  # datasets may use their state up at the first item only
         if reading.agreement is not None:
             supply, batches = reading.agreement(batches, self._example, has_ended=at.only_repeats)
-            if reading.agreement.repeats and reading.trains:
-                reading.progress.repeated.begin()
-        self.iteration = Iteration(reading.progress, trains=reading.trains, supply=supply)
-        if reading.device is not None and reading.device.type != "cpu":
-            batches = reading.carry(batches, reading.device)
+            if reading.agreement.repeats and self._context.trains:
+                self._context.progress.repeated.begin()
+        self.iteration = Iteration(self._context.progress, self._context.trains, supply)
+        if self._context.device.type != "cpu":
+            batches = reading.carry(batches, self._context.device)
         return self._received(batches, self.iteration, opened)
 
     def __len__(self) -> int:
@@ -216,7 +206,7 @@ class DeviceLoader:
     @property
     def is_of_other_thread(self) -> bool:
         """Whether another thread than this one has read the latest batch: perhaps ahead of the loop."""
-        return self._reading.resumes_left and self.iteration.thread not in (None, get_ident())
+        return self._context.resumes_left and self.iteration.thread not in (None, get_ident())
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop: the epoch, its order, and the number of batches that the loop has received.
@@ -230,7 +220,7 @@ class DeviceLoader:
         if self.is_of_other_thread:
             raise RuntimeError(f"The position of this `{loader_name(self)}` is not known. {OTHER_THREAD}")
         is_restored = self._reading.order.is_restored
-        return self._state(self._reading.resumes_left or is_restored or not self.iteration.is_left)
+        return self._state(self._context.resumes_left or is_restored or not self.iteration.is_left)
 
     def state_of_run(self) -> dict[str, Any]:
         """As `state_dict`, for a checkpoint whose state does not name the loader: the position of an iteration without
@@ -299,8 +289,7 @@ class DeviceLoader:
             index, count = state_dict["part"]
             raise ValueError(
                 f"The state of a loader that reads part {index} of {count} was given to rank {part.index} of "
-                f"{part.count}, which reads another part. Load the state that this rank saved, in a world of the "
-                "same size."
+                f"{part.count}, which reads another part. Load this rank's own state, in a world of the same size."
             )
         at = self._recut(Cursor(**state_dict["cursor"]), state_dict["cut"])
         return at if self._reading.position is None else at.in_same_loader()
@@ -333,16 +322,15 @@ class DeviceLoader:
             )
         if saved == here:
             return at
-        if self._reading.index is None or self._reading.position is not None:
-            if saved["step"] != here["step"]:
-                raise ValueError(
-                    f"The checkpoint has the position of a loader that read {saved['step']} samples per step on "
-                    f"{saved['ranks']} ranks, and this `{name}` reads {here['step']} on {here['ranks']}. A stream "
-                    "resumes only with steps of the same size: choose `batch_size` so that all ranks together read "
-                    "as many."
-                )
-            return at
-        return at.in_other_steps()
+        if self._reading.index is not None and self._reading.position is None:
+            return at.in_other_steps()
+        if saved["step"] != here["step"]:
+            raise ValueError(
+                f"The checkpoint has the position of a loader that read {saved['step']} samples per step on "
+                f"{saved['ranks']} ranks, and this `{name}` reads {here['step']} on {here['ranks']}. A stream resumes "
+                "only with steps of the same size: choose a `batch_size` with which all ranks together read as many."
+            )
+        return at
 
     def _begin(self) -> Iterator[Any]:
         start = getattr(self._reading.source, "worker_init_fn", None)
@@ -379,7 +367,7 @@ class DeviceLoader:
 
     def _received(self, batches: Iterator[Any], iteration: Iteration, opened: Epoch) -> Iterator[Any]:
         """Yield the batches, and advance the position with each."""
-        order, index, progress = self._reading.order, self._reading.index, self._reading.progress
+        order, index, progress = self._reading.order, self._reading.index, self._context.progress
         if iteration.begin_again is not None:
             del batches  # whose workers end
             yield from iteration.begin_again()
@@ -405,7 +393,7 @@ class DeviceLoader:
                 is_biased = epoch.has_unequal and progress.num_unweighted != num_unweighted
                 if is_biased and index is not None and not index.cut.uneven and not self._has_warned:
                     self._has_warned = True
-                    self._reading.report(_UNEQUAL.format(name=loader_name(self)))
+                    self._context.report(_UNEQUAL.format(name=loader_name(self)))
                 order.count(epoch)
                 iteration.end()
             finally:

@@ -11,7 +11,7 @@ position within an epoch is that of the loop, whatever workers have prefetched. 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Generic, TypeVar, final
@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 
 @final
+@dataclass(eq=False)
 class Drawn(Generic[T]):
     """The items of a sampler, drawn from the random states of one epoch: the items of one step at first, then of twice
     as many steps each time, up to `most_steps`.
@@ -37,21 +38,24 @@ class Drawn(Generic[T]):
     restores the states of the random generators.
     """
 
-    def __init__(
-        self, items: Iterable[T], rngs: EpochRngs, reads: tuple[int, int], *, most_steps: int, eager: bool
-    ) -> None:
-        """`reads`: how many items must be read for the first step, and for each further one. `eager`: `iter` is called
-        on the items now."""
-        self._items, self._rngs, self._reads, self._most_steps = items, rngs, reads, most_steps
-        self.first: Sequence[int] | None = None
-        """The first indices of the order, once they are drawn; empty if items are not indices, or batches of them."""
-        self.expected: Sequence[int] = ()
-        """The first indices in the run that is resumed."""
-        self._iterator: Iterator[T] | None = None
-        self._rest: list[T] = []
-        self.ended = False
-        if eager:
-            with rngs.drawing():
+    items: Iterable[T]
+    rngs: EpochRngs
+    reads: tuple[int, int]
+    """How many items must be read for the first step, and for each further one."""
+    most_steps: int
+    eager: bool
+    """Whether `iter` is called on the items now."""
+    expected: Sequence[int]
+    """The first indices in the run that is resumed."""
+    first: Sequence[int] | None = None
+    """The first indices of the order, once they are drawn; empty if items are not indices, or batches of them."""
+    ended: bool = False
+    _iterator: Iterator[T] | None = None
+    _rest: Sequence[T] = ()
+
+    def __post_init__(self) -> None:
+        if self.eager:
+            with self.rngs.drawing():
                 self._iterator = self._begin()
 
     def __iter__(self) -> Iterator[T]:
@@ -60,16 +64,16 @@ class Drawn(Generic[T]):
     def is_complete(self, *, finish: bool) -> bool:
         """Whether all items that need random numbers are drawn. `finish`: draw the remaining items now, if their number
         is known; an iterator that is still in use yields them."""
-        if type(getattr(self._items, "sampler", self._items)) is SequentialSampler:  # may be very many
+        if type(getattr(self.items, "sampler", self.items)) is SequentialSampler:  # may be very many
             return True
-        if finish and not self.ended and length_of(self._items) is not None:
+        if finish and not self.ended and length_of(self.items) is not None:
             self._rest = self._draw(None)
             self.ended = True
         return self.ended
 
-    def _chunks(self) -> Iterator[list[T]]:
-        count, step = self._reads
-        following, largest = step, step * self._most_steps
+    def _chunks(self) -> Iterator[Sequence[T]]:
+        count, step = self.reads
+        following, largest = step, step * self.most_steps
         while not self.ended:
             chunk = self._draw(count)
             if self.first is None:
@@ -82,14 +86,14 @@ class Drawn(Generic[T]):
         yield self._rest
 
     def _draw(self, count: int | None) -> list[T]:
-        with self._rngs.drawing():
+        with self.rngs.drawing():
             if self._iterator is None:
                 self._iterator = self._begin()
             return list(islice(self._iterator, count))
 
     def _begin(self) -> Iterator[T]:
-        self._rngs.begin()
-        return once(iter(self._items))
+        self.rngs.begin()
+        return once(iter(self.items))
 
 
 def _indices_in(items: Iterable[Any]) -> list[int]:
@@ -108,48 +112,46 @@ _OTHER_ORDER = (
 
 
 @final
+@dataclass(eq=False)
 class Epoch:
-    """The epoch of one iteration over a loader: its random states, and the items drawn from them.
+    """The epoch of one iteration over a loader: its random states, and the items drawn from them."""
 
-    `begun_at`: where the iteration begins. `num_ahead`: how many parts after `begun_at` the saved run had drawn.
-    `counted`: the number is used up, so the next iteration is the next epoch.
-    """
+    begun_at: Cursor
+    rngs: EpochRngs
+    agreed_seed: int | None
+    """The seed on which ranks have agreed; None: of this process."""
+    seed_of_rank: int
+    """What this rank's generator was seeded with last, if ranks share the order."""
+    seed_workers: Callable[[int], object] | None
+    """Draws what torch has drawn before its sampler does."""
+    num_ahead: int
+    """How many parts after `begun_at` the saved run had drawn."""
+    drawn: Drawn[Any] | None = None
+    counted: bool = False
+    """Whether the number is used up, so that the next iteration is the next epoch."""
+    iteration: Iteration = field(default_factory=Iteration)
+    """Which batches of it the loop has received."""
+    has_unequal: bool = False
+    """Whether batches were fetched that have different numbers of samples on the ranks."""
+    _state: Tensor = field(default_factory=torch.get_rng_state)
+    _num_passed: int = 0
+    _fetched: deque[Part] = field(default_factory=deque)
+    """The parts after the first `_num_passed`."""
 
-    def __init__(
-        self,
-        begun_at: Cursor,
-        seed: int | None,
-        seed_of_rank: int,
-        rngs: EpochRngs,
-        *,
-        num_ahead: int = 0,
-        seed_workers: Callable[[int], object] | None = None,
-    ) -> None:
-        """`seed_of_rank`: what this rank's generator was seeded with last, if ranks share the order. `seed_workers`:
-        draws what torch has drawn before its sampler does."""
-        self.number, self.rngs, self.begun_at = begun_at.epoch, rngs, begun_at
-        self._seed, self._state = seed, torch.get_rng_state()
-        self.num_ahead, self._seed_workers, self._seed_of_rank = num_ahead, seed_workers, seed_of_rank
-        self.drawn: Drawn[Any] | None = None
-        self.counted = False
-        self.iteration = Iteration()
-        """Which batches of it the loop has received."""
-        self._num_passed, self._end = 0, begun_at.samples - begun_at.start
-        self._fetched: deque[Part] = deque()
-        """The parts after the first `_num_passed`."""
-        self.has_unequal = False
-        """Whether batches were fetched that have different numbers of samples on the ranks."""
+    def __post_init__(self) -> None:
+        self.number = self.begun_at.epoch
+        self._end = self.begun_at.samples - self.begun_at.start
 
     @property
     def seed(self) -> int:
         """The seed that, with the epoch's number, seeds workers: agreed by the ranks, or of this process."""
-        if self._seed is None:
-            self._seed = mix("epoch", digest(self._state))
-        return self._seed
+        if self.agreed_seed is None:
+            self.agreed_seed = mix("epoch", digest(self._state))
+        return self.agreed_seed
 
     def seed_of_batch(self, end: int) -> int:
         """The seed for the batch that ends after so many samples of this iteration, for its worker."""
-        return mix(self.seed, self._seed_of_rank, self.number, self.begun_at.start + end)
+        return mix(self.seed, self.seed_of_rank, self.number, self.begun_at.start + end)
 
     @property
     def cursor(self) -> Cursor:
@@ -186,63 +188,64 @@ class Epoch:
         self._pass()
         self._fetched.clear()
         with self.rngs.drawing():
-            if self._seed_workers is not None:
+            if self.seed_workers is not None:
                 self.rngs.restart()
-            self.drawn = Drawn(items, self.rngs, reads, most_steps=most_steps, eager=eager)
-            self.drawn.expected = self.begun_at.first
-            if self._seed_workers is not None:
-                self._seed_workers(self.number)
+            self.drawn = Drawn(items, self.rngs, reads, most_steps, eager, self.begun_at.first)
+            if self.seed_workers is not None:
+                self.seed_workers(self.number)
         return iter(self.drawn)
 
 
 @final
+@dataclass(eq=False)
 class Order:
     """The epochs of one loader: the number of the next one, the generators it is drawn from, and the latest epoch."""
 
-    def __init__(
-        self,
-        seed: int,
-        process: Mapping[str, Rng],
-        own: Sequence[Rng],
-        *,
-        shared: SharedRngs | None = None,
-        lead: Callable[[str, Any], Any] | None = None,
-        is_alone: bool = False,
-        seed_workers: Callable[[int], object] | None = None,
-        keeps_workers: bool = False,
-    ) -> None:
-        """`process`: the generators of the process that the order is drawn from. `own`: the sampler's. `shared`: where
-        several ranks have this order: see Note [Rank 0 leads]; None: it is drawn from the generators as they are.
-        `lead`: returns rank 0's object of that name, if ranks draw from rank 0's states. `is_alone`: whether some ranks
-        may draw from the process's generators while others do not. `seed_workers`: of samplers; draws what torch draws
-        when the epoch of this number begins. `keeps_workers`: whether torch draws that in the first epoch alone."""
-        self.seed, self.own, self.epoch = seed, own, 0
-        self._process, self._shared, self._rank_zeros, self._is_alone = process, shared, lead, is_alone
-        self._first = self._chain = {} if shared is None else shared.states
+    seed: int = 0
+    process: Mapping[str, Rng] = field(default_factory=dict)
+    """The generators of the process that the order is drawn from."""
+    own: Sequence[Rng] = ()
+    """The sampler's generators."""
+    shared: SharedRngs | None = None
+    """Where several ranks have this order: see Note [Rank 0 leads]. None: it is drawn from the generators as they
+    are."""
+    lead: Callable[[str, Any], Any] | None = None
+    """Returns rank 0's object of that name, if ranks draw from rank 0's states."""
+    is_alone: bool = False
+    """Whether some ranks may draw from the process's generators while others do not."""
+    seed_workers: Callable[[int], object] | None = None
+    """For samplers: draws what torch draws when the epoch of this number begins."""
+    keeps_workers: bool = False
+    """Whether torch draws that in the first epoch alone."""
+    epoch: int = 0
+    """The number of the next epoch."""
+    rank: int = 0
+    """Beside the seed of the rank's generator, what workers draw from."""
+    latest: Epoch | None = None
+    standing: Epoch | None = None
+    """The epoch of the loop's latest batch."""
+    restored: Cursor | None = None
+    """The position that was loaded, until its epoch is counted."""
+    _restored_rngs: dict[str, Any] = field(default_factory=dict)
+    """The random states of that position."""
+    _next: int = 0
+    """The number of the epoch that follows without `set_epoch`."""
+    _num_begun: int = 0
+    _led: tuple[str, dict[str, Any]] = field(default_factory=lambda: ("", {}))
+    """A name of the epoch that begins next, and the states from which ranks draw it."""
+    _opening: Epoch | None = None
+    _unsettled: Epoch | None = None
+
+    def __post_init__(self) -> None:
+        self._first = self._chain = {} if self.shared is None else self.shared.states
         """The process's states when the loader was set up, and after its latest epoch."""
-        self._chain_at: object = None if shared is None else shared.agreed
-        self._number, self._num_begun = 0 if shared is None else shared.num_loaders, 0
-        self._led: tuple[str, dict[str, Any]] = "", {}
-        """A name of the epoch that begins next, and the states from which ranks draw it."""
-        self._next = 0
-        """The number of the epoch that follows without `set_epoch`."""
-        self._seed_workers, self._keeps_workers = seed_workers, keeps_workers
-        self.rank = 0
-        """Beside the seed of the rank's generator, what workers draw from."""
-        self.latest: Epoch | None = None
-        self.standing: Epoch | None = None
-        """The epoch of the loop's latest batch."""
-        self.restored: Cursor | None = None
-        """The position that was loaded, until its epoch is counted."""
-        self._restored_rngs: dict[str, Any] = {}
-        """The random states of that position."""
-        self._opening: Epoch | None = None
-        self._unsettled: Epoch | None = None
+        self._chain_at: object = None if self.shared is None else self.shared.agreed
+        self._number = 0 if self.shared is None else self.shared.num_loaders
 
     @property
     def is_shared(self) -> bool:
         """Whether several ranks have this order."""
-        return self._shared is not None
+        return self.shared is not None
 
     @contextmanager
     def opening(self) -> Iterator[Epoch]:
@@ -298,7 +301,7 @@ class Order:
         except for the draw with which torch begins an epoch.
         """
         epoch, self._unsettled = self._unsettled, None
-        if epoch is None or self._shared is None:
+        if epoch is None or self.shared is None:
             return
         rngs = epoch.rngs
         if not self._is_complete(epoch):
@@ -306,15 +309,15 @@ class Order:
         for rng, start, end in zip(self.own, rngs.own_start, rngs.own_states, strict=True):
             if digest(rng.read()) == digest(start):
                 rng.write(end)
-        self._chain, self._chain_at = dict(zip(self._process, rngs.states, strict=False)), self._shared.agreed
-        self._shared.follow()
+        self._chain, self._chain_at = dict(zip(self.process, rngs.states, strict=False)), self.shared.agreed
+        self.shared.follow()
 
     def _is_complete(self, epoch: Epoch) -> bool:
-        return epoch.drawn is None or epoch.drawn.is_complete(finish=self._seed_workers is not None)
+        return epoch.drawn is None or epoch.drawn.is_complete(finish=self.seed_workers is not None)
 
     def _by_name(self, states: Sequence[Any]) -> dict[str, Any]:
-        num = len(self._process)
-        return {"process": dict(zip(self._process, states, strict=False)), "generators": states[num:]}
+        num = len(self.process)
+        return {"process": dict(zip(self.process, states, strict=False)), "generators": states[num:]}
 
     @property
     def begins_at(self) -> Cursor:
@@ -350,11 +353,11 @@ class Order:
 
     def _now(self) -> dict[str, Any]:
         """The states from which the next epoch is drawn."""
-        if self._shared is None:
-            process = {name: rng.read() for name, rng in self._process.items()}
+        if self.shared is None:
+            process = {name: rng.read() for name, rng in self.process.items()}
             return {"process": process, "generators": read_all(self.own)}
-        states, written = self._source or self._shared.states, self._shared.written
-        process = {name: states[name] for name in self._process}
+        states, written = self._source or self.shared.states, self.shared.written
+        process = {name: states[name] for name in self.process}
         return {"process": process, "generators": read_all(self.own), "written": dict(written)}
 
     def resume(self, at: Cursor, state: dict[str, Any]) -> None:
@@ -364,13 +367,13 @@ class Order:
         self.latest = self.standing = self._unsettled = None
         self._num_begun += 1
         following = state.get("following", state)
-        if self._shared is not None:
+        if self.shared is not None:
             self.seed = state["seed"]
-            process = {name: following["process"].get(name, self._shared.states[name]) for name in self._process}
-            if self._is_alone:
-                self._chain, self._chain_at = process, self._shared.agreed
+            process = {name: following["process"].get(name, self.shared.states[name]) for name in self.process}
+            if self.is_alone:
+                self._chain, self._chain_at = process, self.shared.agreed
             else:
-                self._shared.agree(process, following.get("written"))
+                self.shared.agree(process, following.get("written"))
         write_all(self.own, (state if self.is_shared else following)["generators"])
 
     def leave_restored(self) -> None:
@@ -382,9 +385,9 @@ class Order:
     @property
     def _source(self) -> Mapping[str, Any] | None:
         """The states from which the next epoch is drawn, if this loader has states of its own."""
-        if self._shared is None or not self._is_alone:
+        if self.shared is None or not self.is_alone:
             return None
-        return self._chain if self._chain_at is self._shared.agreed else self._shared.agreed
+        return self._chain if self._chain_at is self.shared.agreed else self.shared.agreed
 
     def _new(self) -> Epoch:
         self.settle()
@@ -393,7 +396,7 @@ class Order:
         restored, following = self.restored, self._restored_rngs.get("following")
         if restored is not None and restored.epoch != self.epoch:
             self.restored, self._next = self.begins_at, restored.epoch
-            if self._shared is not None and following is not None:
+            if self.shared is not None and following is not None:
                 self._next += 1
                 write_all(self.own, following["generators"])
         return self._epoch(self.begins_at)
@@ -401,19 +404,19 @@ class Order:
     def _chosen(self) -> dict[str, Any]:
         """The states from which an epoch other than the next one is drawn."""
         if self.epoch == 0:
-            return {name: self._first[name] for name in self._process}
-        return dict(zip(self._process, self._seeded(self.epoch), strict=False))
+            return {name: self._first[name] for name in self.process}
+        return dict(zip(self.process, self._seeded(self.epoch), strict=False))
 
     def _seeded(self, number: int) -> list[Any]:
         """The states of all generators, seeded by the number of an epoch."""
-        rngs = [*self._process.values(), *self.own]
+        rngs = [*self.process.values(), *self.own]
         with preserved_rngs(self.own):
             for rng in rngs:
                 rng.seed(mix(self.seed, number))
             return read_all(rngs)
 
     def _epoch(self, begun_at: Cursor, *, is_peek: bool = False) -> Epoch:
-        process, shared = self._process, self._shared
+        process, shared = self.process, self.shared
         resumed = self._restored_rngs if begun_at.is_within else None
         start: list[Any] | None = None
         begun: list[Any] | None = None
@@ -425,35 +428,35 @@ class Order:
             seed = resumed["seed"]
             if shared is None:
                 self._go_on_in_one_process(resumed["following"])
-        elif shared is None and self._keeps_workers and self.epoch > 0:
+        elif shared is None and self.keeps_workers and self.epoch > 0:
             # a resumed run starts workers, and torch draws their seed
             begun = read_all([*process.values(), *self.own])
-        source, lead = self._source, None if self._rank_zeros is None else self._of_rank_zero
+        source, lead = self._source, None if self.lead is None else self._of_rank_zero
         if shared is not None and resumed is None and self.epoch != self._next:
             source, lead, self._next = self._chosen(), None, self.epoch
-            if self._rank_zeros is not None:
+            if self.lead is not None:
                 shared.agree(source, {})
                 source = shared.states
         if shared is not None and is_peek:
             source, lead = {**shared.states}, None
         follows = resumed is not None and resumed.get("follows", True)
-        rngs = EpochRngs(process, self.own, start, begun, shared=shared, source=source, lead=lead, follows=follows)
+        rngs = EpochRngs(process, self.own, start, begun, shared, source, lead, follows)
         ahead = 0 if resumed is None else resumed.get("ahead", 0)
         of_rank = torch.initial_seed() + self.rank if self.is_shared else 0
-        return Epoch(begun_at, seed, of_rank, rngs, num_ahead=ahead, seed_workers=self._seed_workers)
+        return Epoch(begun_at, rngs, seed, of_rank, self.seed_workers, ahead)
 
     def _of_rank_zero(self, states: dict[str, Any]) -> dict[str, Any]:
         """The states of rank 0 at the first draw of this epoch; of this rank, if the program has one loader. The same
         ones each time, until the epoch is counted."""
-        assert self._shared is not None
-        assert self._rank_zeros is not None
-        name = f"{self._number}/{self._shared.num_loaders}/{self._num_begun}"
+        assert self.shared is not None
+        assert self.lead is not None
+        name = f"{self._number}/{self.shared.num_loaders}/{self._num_begun}"
         if self._led[0] != name:
-            self._led = name, states if self._shared.num_loaders == 1 else self._rank_zeros(name, states)
+            self._led = name, states if self.shared.num_loaders == 1 else self.lead(name, states)
         return self._led[1]
 
     def _go_on_in_one_process(self, following: Mapping[str, Any]) -> None:
         """Move the generators on to where several ranks would have moved them, unless they were used since."""
         for name, written in following.get("written", {}).items():
-            if name in self._process and digest(self._process[name].read()).hex() == written:
-                self._process[name].write(following["process"][name])
+            if name in self.process and digest(self.process[name].read()).hex() == written:
+                self.process[name].write(following["process"][name])

@@ -7,106 +7,26 @@ sends two or three small messages (`Ranks`); iterating sends none, except with `
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, SequentialSampler
 
 from fabric.launchers.process.os_process import num_cores
-from fabric.strategies.data import huggingface
-from fabric.strategies.data.comparison import (
-    Ranks,
-    agree_on_loader,
-    describe_dataset,
-    describe_first_sample,
-    describe_order,
-    is_torchs,
-)
+from fabric.strategies.data import comparison, huggingface, sources
+from fabric.strategies.data.context import ALONE, LoaderContext
 from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch, own_position
 from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.joined import JoinedBatches, JoinedStream, of_all_shares
-from fabric.strategies.data.loop_progress import LoopProgress
-from fabric.strategies.data.partition import Cut, Joined, RoundRobinCut, SampleCut, Share, Uneven, Use, length_of
+from fabric.strategies.data.partition import Cut, Joined, RoundRobinCut, SampleCut, length_of
 from fabric.strategies.data.presplit import parts_of, split_of
 from fabric.strategies.data.rng import own_rngs, process_rngs, read_all, torch_rng, write_all
-from fabric.strategies.data.sources import (
-    MOST_STEPS,
-    IndexSource,
-    PreparedStream,
-    SeededDataset,
-    SplitStream,
-    index_source,
-    indices_of,
-    split_stream,
-)
-from fabric.strategies.data.transfer import Carry, one_ahead, one_by_one
+from fabric.strategies.data.transfer import one_ahead, one_by_one
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart, advice
 from fabric.strategies.tensors.rng import Rng
-
-__all__ = ["DeviceLoader", "LoaderContext", "Share", "Use", "process_dataloader"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderContext:
-    """What a rank knows when a loader is set up, beside the loader."""
-
-    share: Share
-    ranks: Ranks
-    device: torch.device
-    launcher: str
-    """The launcher that started the rank."""
-    progress: LoopProgress
-    report: Callable[[str], None]
-    """Shows a message, on one rank."""
-    use: Use = "train"
-    uneven: Uneven | None = None
-    """What ranks do when the first has no batch left."""
-    forward_communicates: bool = False
-    """Whether a forward waits for the other ranks, so that they need equal numbers of batches in evaluation."""
-    carry: Carry | None = None
-    """Moves batches to the device, if the strategy has its own function for it."""
-    before_iterating: Callable[[], None] = lambda: None
-
-    @property
-    def trains(self) -> bool:
-        """Whether ranks need equal numbers of batches, unless they agree on them while they read."""
-        return self.use == "train"
-
-    @property
-    def joined(self) -> Joined | None:
-        """The shares that this process reads in place of other ranks, unless it reads the loader whole."""
-        return None if self.ranks is _ALONE else self.progress.joined
-
-    @property
-    def first_share(self) -> Share:
-        """This rank's share; rank 0's, for a process that reads in place of several ranks."""
-        return self.share if self.joined is None else self.joined.shares()[0]
-
-    @property
-    def evaluates_in_step(self) -> bool:
-        """Whether the ranks evaluate, and must do so in equally many batches."""
-        return not self.trains and (self.forward_communicates or self.uneven is not None)
-
-    @property
-    def part(self) -> Share | None:
-        """The part that this rank reads of data that was split over ranks; None with one rank."""
-        return self.share if self.ranks.size > 1 else None
-
-    def alone(self) -> "LoaderContext":
-        """The context of a loader that this rank reads whole, without collectives."""
-        return replace(self, share=Share(), ranks=_ALONE, use="predict")
-
-
-_ALONE = Ranks(
-    size=1,
-    broadcast=lambda obj: obj,
-    gather=lambda obj: [obj],
-    same=lambda words: True,
-    lead=lambda name, obj: obj,
-)
 
 
 def process_dataloader(
@@ -121,25 +41,17 @@ def process_dataloader(
     have different loaders. TypeError: `loader` is not iterable.
     """
     _refuse_what_is_no_loader(loader)
-    accelerated = move and context.device.type != "cpu"
-    if isinstance(loader, DataLoader) and accelerated:
+    if isinstance(loader, DataLoader) and move and context.device.type != "cpu":
         sentence = advice(loader, context.launcher, num_cores())
         if sentence is not None:
             context.report(sentence)
     reading = _reading(loader, context, distribute)
     if distribute and reading.agreement is None and context.evaluates_in_step and not _is_even(reading, context):
         reading = replace(reading, agreement=_agreement(loader, type(loader).__name__, context))
-    reading = replace(
-        reading,
-        device=context.device if accelerated else None,
-        carry=context.carry or (one_ahead if _is_read_ahead(loader) else one_by_one),
-        report=context.report,
-        progress=context.progress,
-        begin=(context.before_iterating, *reading.begin),
-        trains=context.trains,
-        resumes_left=context.use in ("train", "predict"),
-    )
-    return DeviceLoader(loader, reading)
+    carry = context.carry or (one_ahead if _is_read_ahead(loader) else one_by_one)
+    reading = replace(reading, carry=carry, begin=(context.before_iterating, *reading.begin))
+    device = context.device if move else torch.device("cpu")
+    return DeviceLoader(loader, reading, replace(context, device=device, ranks=ALONE))
 
 
 def _refuse_what_is_no_loader(loader: object) -> None:
@@ -167,7 +79,7 @@ def _reading(loader: Iterable[Any], context: LoaderContext, distribute: bool) ->
         return replace(_own(loader, context), agreement=agreement)
     split = split_of(loader, context.share) if joined is None else None
     if split is not None:
-        agreement = _equal_batches(loader, split.words, context, exact=_has_indices(loader))
+        agreement = _equal_batches(loader, split, context, exact=_has_indices(loader))
         return replace(_own(loader, context), agreement=agreement)
     if joined is not None and not (isinstance(loader, DataLoader) and loader.batch_sampler is not None):
         return Reading(source=JoinedBatches(loader, joined.count), epochal=_epochal(loader, loader))
@@ -176,7 +88,7 @@ def _reading(loader: Iterable[Any], context: LoaderContext, distribute: bool) ->
     if not isinstance(loader, DataLoader):
         if context.ranks.size > 1:
             described = {"loader": type(loader).__qualname__, "length": length_of(loader)}
-            agree_on_loader(described, [], context.ranks)
+            comparison.agree_on_loader(described, [], context.ranks)
         return _as_items(loader, context)
     if not isinstance(loader.dataset, IterableDataset):
         return _indexed(loader, context)
@@ -191,12 +103,10 @@ def _reading(loader: Iterable[Any], context: LoaderContext, distribute: bool) ->
 
 
 def _is_even(reading: Reading, context: LoaderContext) -> bool:
-    """Whether it is known that all ranks get the same number of batches."""
-    index = reading.index
-    if index is None or index.cut.share.count < context.share.count:  # a stream, or a part of which others have more
-        return False
-    num_items = length_of(index.items)
-    return num_items is not None and index.cut.is_even(num_items)
+    """Whether it is known that all ranks get the same number of batches: not so of streams, and parts of their own."""
+    num_items = None if reading.index is None else length_of(reading.index.items)
+    cut = reading.cut
+    return num_items is not None and cut.share.count == context.share.count and cut.is_even(num_items)
 
 
 def _has_indices(loader: object) -> bool:
@@ -239,28 +149,28 @@ def _reseeded(reading: Reading, source: DataLoader[Any]) -> Reading:
         return reading
     if not source.persistent_workers or reading.position is not None:
         return reading
-    stream = PreparedStream(dataset, None, is_reseeded=True)
+    stream = sources.PreparedStream(dataset, None, is_reseeded=True)
     source.__dict__["dataset"] = stream  # a copy, which has no workers yet
     return replace(reading, announce=stream.announce)
 
 
 def _indexed(loader: DataLoader[Any], context: LoaderContext) -> Reading:
     """A loader over a map-style dataset."""
-    _, items = indices_of(loader)
-    is_torchs_own = type(loader) is DataLoader and (type(items) in _WITHOUT_DRAWS or is_torchs(items))
+    _, items = sources.indices_of(loader)
+    is_torchs_own = type(loader) is DataLoader and (type(items) in _WITHOUT_DRAWS or comparison.is_torchs(items))
     process = {"torch": torch_rng()} if is_torchs_own else process_rngs()
     order, seed, states = _order(process, loader, context, shuffles=not _draws_by_itself(items))
     is_seeded = loader.num_workers > 0
-    name, index = index_source(loader, context.first_share, not context.trains, order, is_seeded=is_seeded)
+    name, index = sources.index_source(loader, context.first_share, not context.trains, order, is_seeded=is_seeded)
     index.joined = context.joined
     start = WorkerStart(loader)
-    parts: dict[str, Any] = {"dataset": SeededDataset(loader.dataset)} if is_seeded else {}
+    parts: dict[str, Any] = {"dataset": sources.SeededDataset(loader.dataset)} if is_seeded else {}
     if order.is_shared:
         described = {
-            "dataset": describe_dataset(loader.dataset),
+            "dataset": comparison.describe_dataset(loader.dataset),
             "sampler": type(items).__qualname__,
             "length": length_of(items),
-            "first indices": describe_order(items, loader.dataset, seed),
+            "first indices": comparison.describe_order(items, loader.dataset, seed),
         }
         _agree(loader, described, order, states, context)
         _refuse(index.cut, items)
@@ -275,7 +185,9 @@ _WITHOUT_DRAWS = (SequentialSampler, range, list, tuple)
 
 def _draws_by_itself(items: object) -> bool:
     """Whether a sampler draws from no generator of the process."""
-    return type(items) in _WITHOUT_DRAWS or (is_torchs(items) and getattr(items, "generator", None) is not None)
+    return type(items) in _WITHOUT_DRAWS or (
+        comparison.is_torchs(items) and getattr(items, "generator", None) is not None
+    )
 
 
 def _order(
@@ -314,7 +226,7 @@ def _agree(
 ) -> None:
     """Raise ValueError if ranks have different loaders; give all of them the states of rank 0's own generators."""
     words = {"batch size": loader.batch_size, "drop_last": loader.drop_last, "generators": len(order.own)} | described
-    if not agree_on_loader(words, order.own, context.ranks):
+    if not comparison.agree_on_loader(words, order.own, context.ranks):
         context.report(
             "The random generators of this loader's sampler have different states on the ranks. All ranks read in the "
             "order of rank 0's. To choose the order yourself, seed them alike."
@@ -326,14 +238,14 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], conte
     share, batch_size, joined, uneven = context.share, loader.batch_size, context.joined, not context.trains
     order, seed, states = _order(process_rngs(), loader, context, shuffles=True)
     if order.is_shared:
-        described = {"dataset": describe_dataset(dataset), "length": length_of(dataset)}
+        described = {"dataset": comparison.describe_dataset(dataset), "length": length_of(dataset)}
         _agree(loader, described | {"num_workers": loader.num_workers}, order, states, context)
     if share.count > 1:
-        part = split_stream(dataset, share)
-        if isinstance(part, SplitStream):
+        part = sources.split_stream(dataset, share)
+        if isinstance(part, sources.SplitStream):
             return _own_part(loader, part, context)
         if not huggingface.is_iterable(dataset):
-            first = describe_first_sample(parts_of(loader), dataset, seed)
+            first = comparison.describe_first_sample(parts_of(loader), dataset, seed)
             if not context.ranks.same(first):
                 name = type(dataset).__name__
                 context.report(_SPLITS_ITSELF.format(name=name))
@@ -343,10 +255,10 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], conte
     if batch_size is not None:
         cut = SampleCut(share=context.first_share, uneven=uneven, batch_size=batch_size, drop_last=loader.drop_last)
         cut = of_all_shares(cut, joined)
-        if joined is not None and isinstance(split_stream(dataset, context.first_share), SplitStream):
+        if joined is not None and isinstance(sources.split_stream(dataset, context.first_share), sources.SplitStream):
             return _joined_parts(loader, dataset, batch_size, joined)
     drawn_here = order if loader.num_workers == 0 else None
-    stream = PreparedStream(dataset, cut, order=drawn_here, is_reseeded=loader.persistent_workers)
+    stream = sources.PreparedStream(dataset, cut, order=drawn_here, is_reseeded=loader.persistent_workers)
     source = _copy(loader, dataset=stream, batch_sampler=None)
     return Reading(
         source=source, order=order, stream=stream, announce=stream.announce, epochal=_epochal(loader, source)
@@ -354,7 +266,9 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], conte
 
 
 def _joined_parts(loader: DataLoader[Any], dataset: IterableDataset[Any], batch_size: int, joined: Joined) -> Reading:
-    split = [part for each in joined.shares() if isinstance(part := split_stream(dataset, each), SplitStream)]
+    split = [
+        part for each in joined.shares() if isinstance(part := sources.split_stream(dataset, each), sources.SplitStream)
+    ]
     stream = JoinedStream([part.part for part in split], batch_size, joined)
     source = _copy(loader, dataset=stream, batch_sampler=None)
     return Reading(source=source, epochal=_epochal(loader, loader), begin=tuple(part.set_epoch for part in split))
@@ -366,7 +280,7 @@ _SPLITS_ITSELF = (
 )
 
 
-def _own_part(loader: DataLoader[Any], stream: SplitStream, context: LoaderContext) -> Reading:
+def _own_part(loader: DataLoader[Any], stream: sources.SplitStream, context: LoaderContext) -> Reading:
     source = _copy(loader, dataset=stream.part)
     agreement = _equal_batches(source, stream.words, context, exact=False)
     epochal = tuple({id(each): each for each in (*_epochal(loader, loader), *_epochal(source, source))}.values())
@@ -411,9 +325,11 @@ def _as_items(items: Iterable[Any], context: LoaderContext) -> Reading:
     _refuse(cut, items)
     order, _, _ = _order(process_rngs(), items, context, shuffles=not _draws_by_itself(items))
     # Only a list is read ahead: any other iterable may have a state, which follows the loop.
-    most_steps = MOST_STEPS if isinstance(items, (list, tuple)) else 1
+    most_steps = sources.MOST_STEPS if isinstance(items, (list, tuple)) else 1
     position = own_position(items)
-    index = IndexSource(items, items, cut, order, most_steps=most_steps, eager=True, resumes=position is not None)
+    index = sources.IndexSource(
+        items, items, cut, order, most_steps=most_steps, eager=True, resumes=position is not None
+    )
     return Reading(source=index, order=order, index=index, position=position, epochal=_epochal(items, items))
 
 

@@ -26,7 +26,8 @@ class LoopProgress:
         self.num_unweighted = 0
         """Backward passes without `weight=`."""
         self.repeated = RepeatedBatches()
-        self.ahead = ReadAhead()
+        self._found: list[End] | None = None
+        """The ends of iterations that were found by reading ahead."""
         self.note_batch: Callable[[Any, object], None] | None = None
         """Called with each batch that the loop receives, and with the batch's `Iteration`."""
         self.joined: Joined | None = None
@@ -37,20 +38,13 @@ class LoopProgress:
         """Backward passes and optimizer steps."""
         return self.num_backwards + self.num_steps
 
-
-@final
-class ReadAhead:
-    """Whether a batch is being read that the loop has not asked for, as `fabric.accumulate` does.
-
-    Until the loop itself asks for another batch, the loop, and the position in a checkpoint, are within the epoch.
-    """
-
-    def __init__(self) -> None:
-        self._found: list[End] | None = None
-
     @contextmanager
-    def reading(self) -> Iterator[list[End]]:
-        """Context: a batch is read that the loop has not asked for. Yields a list of the iterations that end here."""
+    def reading_ahead(self) -> Iterator[list[End]]:
+        """Context: a batch is read that the loop has not asked for, as `fabric.accumulate` does.
+
+        Yields a list of the iterations that end here. Until the loop itself asks for another batch, the loop, and the
+        position in a checkpoint, are within the epoch.
+        """
         before, self._found = self._found, []
         try:
             yield self._found
@@ -58,7 +52,7 @@ class ReadAhead:
             self._found = before
 
     def end(self, end: End) -> None:
-        """Called by an iteration that has no batch left. Calls `end` now; within `reading`, its caller calls it."""
+        """Called by an iteration that has no batch left. Calls `end` now; the reader ahead calls it later."""
         if self._found is None:
             end(True)
         else:
@@ -138,8 +132,7 @@ class RepeatedBatches:
 _WHICH_BATCH = (
     'With `uneven="repeat"` a batch that is repeated on some ranks counts zero in gradients, and this loop received '
     "several batches before `fabric.backward`, some repeated and some not: it reads ahead, skips batches, or reads two "
-    "loaders at once. Write `for window in fabric.accumulate(loader, n)` for windows of batches, or pass "
-    '`uneven="stop"`.'
+    "loaders at once. Write `for window in fabric.accumulate(loader, n)`, or pass `uneven='stop'`."
 )
 NOT_COUNTED = (
     "on batches that some ranks did not have: their data had ended, they repeated a batch "

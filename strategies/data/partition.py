@@ -181,8 +181,8 @@ class SampleCut(Cut):
         if self.batch_size == 1 and num_items % count and not self.drop_last and not self.uneven:
             return (
                 f"`batch_size=1` over {num_items} samples on {count} ranks leaves {num_items % count} samples for the "
-                f"last step, and no batch to take another from. Pass a `batch_size` of 2 or more, `drop_last=True`, "
-                "or, where ranks may have different numbers of batches, `use='validate'`, `'test'` or `'predict'`."
+                "last step, and no batch to take another from. Pass a `batch_size` of 2 or more, `drop_last=True`, or, "
+                + _NOT_TRAINED
             )
         return None
 
@@ -241,8 +241,7 @@ class BatchCut(Cut):
         if len(last) < count and not self.uneven:
             raise ValueError(
                 f"The batch sampler ended with {len(last)} batches of one sample for {count} ranks, and the batches "
-                "before have none to spare. Let it yield a multiple of the number of ranks, or, where ranks may have "
-                "different numbers of batches, pass `use='validate'`, `'test'` or `'predict'`."
+                f"before have none to spare. Let it yield a multiple of the number of ranks, or, {_NOT_TRAINED}"
             )
         return before, last
 
@@ -286,8 +285,7 @@ class RoundRobinCut(Cut):
         return (
             f"{num_items} ready batches cannot be shared evenly by {count} ranks, and each rank must train on as many "
             f"as any other. Pass {num_items - num_items % count} or {num_items - num_items % count + count} batches, a "
-            "`DataLoader` with a `batch_size`, or, where ranks may have different numbers of batches, "
-            "`use='validate'`, `'test'` or `'predict'`."
+            f"`DataLoader` with a `batch_size`, or, {_NOT_TRAINED}"
         )
 
 
@@ -296,8 +294,7 @@ def warn_of_rest(num_items: int, share: Share) -> None:
     if share.index == 0:
         warnings.warn(
             f"The last {num_items} batches of the epoch were too few to give each of the {share.count} ranks one, and "
-            "were dropped. Where ranks may have different numbers of batches, pass `use='validate'`, `'test'` or "
-            "`'predict'`.",
+            f"were dropped. Give the ranks equal parts, or, {_NOT_TRAINED}",
             stacklevel=2,
         )
 
@@ -307,6 +304,7 @@ def _size(batch: object) -> int:
     return len(batch) if isinstance(batch, Sized) else 1
 
 
+_NOT_TRAINED = "where ranks may have different numbers of batches, pass `use='validate'`, `'test'` or `'predict'`."
 _END = object()
 
 

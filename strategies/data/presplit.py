@@ -8,7 +8,6 @@ such attributes; there ranks find that their data differs: see `comparison.py`.
 import functools
 import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -36,33 +35,23 @@ WEBDATASETS = ("webdataset.shardlists", "split_by_node")
 """Module and name of the function that is a stage of every pipeline that is split."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """Data that is split over ranks."""
-
-    words: str
-    """What splits it, with its arguments, as the user would write it."""
-    count: int
-    index: int
-
-
-def split_of(loader: object, share: Share) -> Split | None:
-    """How the loader's data is split already; None if it is not split.
+def split_of(loader: object, share: Share) -> str | None:
+    """What splits the loader's data already, as the user would write it with its arguments; None if nothing does.
 
     Raises: ValueError: the data is split for another rank, or for another number of ranks, than `share`; or the data is
     a pipeline of webdataset that is not split.
     """
     parts = list(parts_of(loader))
     for part in parts:
-        split = None if isinstance(part, DataLoader) else _split(part)
-        if split is not None and split.count > 1:
-            if (split.count, split.index) != (share.count, share.index):
+        words, count, index = ("", 1, 0) if isinstance(part, DataLoader) else _split(part)
+        if count > 1:
+            if (count, index) != (share.count, share.index):
                 raise ValueError(
-                    f"The loader's `{split.words}` reads another part than this rank, which is {share.index} of "
+                    f"The loader's `{words}` reads another part than this rank, which is {share.index} of "
                     f"{share.count}. Leave it out: `setup_dataloaders` splits the data. Or pass "
                     "`use_distributed_sampler=False`, and each rank reads its own loader as it is."
                 )
-            return split
+            return words
     if share.count > 1 and any(type(part).__module__.startswith("webdataset.") for part in parts):
         raise ValueError(
             "The pipeline of webdataset is not split over the ranks, and may shuffle differently on each. Pass "
@@ -87,16 +76,16 @@ def parts_of(loader: object) -> Iterator[object]:
                     waiting.append((name, each))
 
 
-def _split(part: Any) -> Split | None:
+def _split(part: Any) -> tuple[str, int, int]:
+    """What splits the data of an object, in how many parts, and which of them it reads."""
     function = part.func if isinstance(part, functools.partial) else part
     if (getattr(function, "__module__", ""), getattr(function, "__name__", "")) == WEBDATASETS:
         group = part.keywords.get("group") if isinstance(part, functools.partial) else None
         index, count, *_ = importlib.import_module("webdataset.utils").pytorch_worker_info(group=group)
-        return Split(words=f"split_by_node(world_size={count}, rank={index})", count=count, index=index)
+        return f"split_by_node(world_size={count}, rank={index})", count, index
     for holder in (part, *(getattr(part, name, None) for name in HOLDERS)):
         for count_name, index_name in ATTRIBUTES:
             count, index = getattr(holder, count_name, None), getattr(holder, index_name, None)
             if type(count) is int and type(index) is int:
-                words = f"{type(part).__name__}({count_name}={count}, {index_name}={index})"
-                return Split(words=words, count=count, index=index)
-    return None
+                return f"{type(part).__name__}({count_name}={count}, {index_name}={index})", count, index
+    return "", 1, 0

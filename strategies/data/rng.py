@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -143,15 +144,14 @@ class SharedRngs:
         self.states = self.agreed = {**self.states, **states}
         self.written |= {name: _hex(state) for name, state in states.items()} if written is None else written
 
-    def follow(self) -> bool:
-        """Move those generators of this process that nothing else has drawn from. Returns whether torch's was moved."""
+    def follow(self) -> None:
+        """Move those generators of this process that nothing else has drawn from."""
         rngs = process_rngs()
         for name, written in self.written.items():
             is_unused = _hex(rngs[name].read()) == written
             if is_unused:
                 rngs[name].write(self.states[name])
             self.written[name] = _hex(self.states[name]) if is_unused else ""
-        return self.written.get("torch") != ""
 
 
 def _hex(state: Any) -> str:
@@ -159,45 +159,42 @@ def _hex(state: Any) -> str:
 
 
 @final
+@dataclass(eq=False)
 class EpochRngs:
     """The random states from which the order of an epoch is drawn, of the process's generators and the sampler's `own`.
 
     Without `shared` and `start`, the order is drawn from the generators as they are. Otherwise the generators have
     other states while the order is drawn: `start`, in an epoch that is resumed; `source`, if the epoch has states of
     its own; or else the states of `shared`, until the sampler first draws, when `lead` replaces them by rank 0's.
-    `begun`: the states at the sampler's first draw, in an epoch that is resumed. `follows`: whether `shared` had the
-    states of the resumed epoch.
     """
 
-    def __init__(
-        self,
-        process: Mapping[str, Rng],
-        own: Sequence[Rng],
-        start: list[Any] | None = None,
-        begun: list[Any] | None = None,
-        *,
-        shared: SharedRngs | None = None,
-        source: Mapping[str, Any] | None = None,
-        lead: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-        follows: bool = False,
-    ) -> None:
-        self._names, self._rngs, self._own = [*process], [*process.values(), *own], own
-        self._inside = self._is_released = False
-        self._shared, self._lead = shared, lead
-        self._at: object = None
-        """The states of `shared`, as this epoch has left them."""
-        self._is_joint = self._begins_jointly = shared is not None and start is None and source is None
+    process: Mapping[str, Rng]
+    own: Sequence[Rng]
+    start: list[Any] | None = None
+    begun: list[Any] | None = None
+    """The states at the sampler's first draw, once it has drawn; from the beginning in an epoch that is resumed."""
+    shared: SharedRngs | None = None
+    source: Mapping[str, Any] | None = None
+    lead: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    had_shared: bool = False
+    """Whether `shared` had the states of the resumed epoch."""
+    _inside: bool = False
+    _is_released: bool = False
+    _at: object = None
+    """The states of `shared`, as this epoch has left them."""
+
+    def __post_init__(self) -> None:
+        shared, source, is_new = self.shared, self.source, self.start is None
+        self._names, self._rngs = [*self.process], [*self.process.values(), *self.own]
+        self.is_resumed = self.begun is not None
+        self._is_joint = self._begins_jointly = shared is not None and is_new and source is None
         if shared is not None:
             self._opened = shared.states, shared.agreed
-            self._at = shared.states if start is None or follows else None
-            if source is not None and source is not shared.states:
-                self._at = None
+            if (is_new or self.had_shared) and (source is None or source is shared.states):
+                self._at = shared.states
             states = shared.states if source is None else source
-            start = start or [*(states[name] for name in self._names), *read_all(own)]
-        self.start, self._states = start, start
-        self.is_resumed = begun is not None
-        self.begun = begun
-        """The states at the sampler's first draw, once it has drawn."""
+            self.start = self.start or [*(states[name] for name in self._names), *read_all(self.own)]
+        self._states = self.start
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -205,9 +202,9 @@ class EpochRngs:
         if self._states is None or self._inside:
             yield
             return
-        if self._is_joint and self._shared is not None:
-            self._at = self._shared.states
-            self._states = [*map(self._shared.states.__getitem__, self._names), *self.own_states]
+        if self._is_joint and self.shared is not None:
+            self._at = self.shared.states
+            self._states = [*map(self.shared.states.__getitem__, self._names), *self.own_states]
         outer, self._inside = read_all(self._rngs), True
         write_all(self._rngs, self._states)
         try:
@@ -221,24 +218,24 @@ class EpochRngs:
 
     def move(self, states: list[Any]) -> None:
         """Go on from these states. `shared` goes along, unless another loader has moved it since."""
-        self._states, shared = states, self._shared
+        self._states, shared = states, self.shared
         if shared is None or not self.follows:
             return
         process = dict(zip(self._names, states, strict=False))
         if any(not _equal(state, shared.states[name]) for name, state in process.items()):
             self._at = shared.states = {**shared.states, **process}
-        if self._lead is not None and not self._is_joint:
+        if self.lead is not None and not self._is_joint:
             shared.agreed = shared.states
 
     @property
     def follows(self) -> bool:
         """Whether `shared` is where this epoch is."""
-        return self._shared is not None and self._at is self._shared.states
+        return self.shared is not None and self._at is self.shared.states
 
     def undo(self) -> None:
         """Put `shared` back to where the epoch began, unless another loader has moved it since."""
-        if self._shared is not None and self.follows:
-            self._shared.states, self._shared.agreed = self._opened
+        if self.shared is not None and self.follows:
+            self.shared.states, self.shared.agreed = self._opened
 
     def restart(self) -> None:
         """Go back to the states with which the epoch begins. Called within `drawing`."""
@@ -252,8 +249,8 @@ class EpochRngs:
             write_all(self._rngs, self.begun)
         else:
             states = read_all(self._rngs)
-            if self._lead is not None:
-                led = self._lead(dict(zip(self._names, states, strict=False)))
+            if self.lead is not None:
+                led = self.lead(dict(zip(self._names, states, strict=False)))
                 states[: len(led)] = [led[name] for name in self._names]
                 write_all(self._rngs, states)
             self.begun = states
@@ -263,7 +260,7 @@ class EpochRngs:
         """From here on draw from the generators as they are; the sampler's own continue from this epoch's states."""
         self._is_released = True
         if self._states is not None and not self._inside:
-            write_all(self._own, self.own_states)
+            write_all(self.own, self.own_states)
             self._states = None
 
     @property

@@ -12,10 +12,10 @@ zero.
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from fabric.strategies.data.partition import Uneven
 
@@ -37,28 +37,28 @@ class Votes:
 
 
 @final
+@dataclass(eq=False)
 class Agreement:
     """How the ranks agree on the number of batches of one loader. Each call is for one iteration."""
 
-    def __init__(
-        self,
-        uneven: Uneven,
-        votes: Votes,
-        words: str,
-        report: Callable[[str], None],
-        *,
-        ahead: bool,
-        trains: bool = True,
-    ) -> None:
-        """`words`: the loader as errors name it. `ahead`: whether a batch is read before the loop has asked for it.
-        `trains`: whether the loop trains on the batches."""
-        self._uneven, self._votes, self._words, self._ahead, self._trains = uneven, votes, words, ahead, trains
-        self._report = report
-        self._iterations = self._num_given = 0
-        self._awaited: Callable[[], object] = list
-        """Waits for the latest all-reduce."""
-        self.repeats = uneven == "repeat"
+    uneven: Uneven
+    votes: Votes
+    words: str
+    """The loader as errors name it."""
+    report: Callable[[str], None]
+    ahead: bool = field(kw_only=True)
+    """Whether a batch is read before the loop has asked for it."""
+    trains: bool = field(default=True, kw_only=True)
+    """Whether the loop trains on the batches."""
+    _iterations: int = 0
+    _num_given: int = 0
+    _awaited: Callable[[], object] = list
+    """Waits for the latest all-reduce."""
+
+    @property
+    def repeats(self) -> bool:
         """Whether a rank may get a batch again."""
+        return self.uneven == "repeat"
 
     def __call__(
         self, batches: Iterator[Any], example: Callable[[], Any], *, has_ended: bool = False
@@ -71,25 +71,25 @@ class Agreement:
         different numbers of batches to evaluate, or nothing to repeat under `"repeat"`.
         """
         self._iterations += 1
-        supply = Supply(example if self.repeats else None, has_ended)
+        supply = Supply(example if self.repeats else None, has_ended, self.repeats)
         return supply, self._agreed(supply, batches, self._iterations)
 
     def _agreed(self, supply: "Supply", batches: Iterator[Any], iteration: int) -> Iterator[Any]:
-        drawn = supply.draw(batches)
-        wait = self._ask(drawn.vote, iteration, 0)
+        batch, vote = supply.draw(batches)
+        wait = self._ask(vote, iteration, 0)
         for step in count():
             have = wait()
-            if not self._is_taken(have, drawn.vote, supply, step):
+            if not self._is_taken(have, vote, supply, step):
                 return
             self._num_given += 1
-            supply.factors.append(self._votes.size / have if drawn.vote == 1 else 0.0)
-            batch = drawn.batch
-            if not self._ahead:
+            supply.factors.append(self.votes.size / have if vote == 1 else 0.0)
+            if not self.ahead:
                 yield batch
-            drawn = supply.draw(batches)
-            wait = self._ask(drawn.vote, iteration, step + 1)
-            if self._ahead:
+            following, vote = supply.draw(batches)
+            wait = self._ask(vote, iteration, step + 1)
+            if self.ahead:
                 yield batch
+            batch = following
 
     def _ask(self, vote: int, iteration: int, step: int) -> Callable[[], float]:
         """Start to agree on a batch, once the previous agreement has ended. The result waits, and returns how many
@@ -97,13 +97,13 @@ class Agreement:
         self._awaited()
         place = [iteration, step, self._num_given]
         mine = zlib.crc32(b"%d %d %d" % (*place,))
-        answer = self._votes.start([vote, mine])
+        answer = self.votes.start([vote, mine])
 
         @cache
         def wait() -> float:
             have, places = answer()
-            if places != self._votes.size * mine:
-                raise RuntimeError(self._astray(self._votes.gather(place)))
+            if places != self.votes.size * mine:
+                raise RuntimeError(self._astray(self.votes.gather(place)))
             return have
 
         self._awaited = wait
@@ -111,12 +111,12 @@ class Agreement:
 
     def _is_taken(self, have: float, vote: int, supply: "Supply", step: int) -> bool:
         """Whether the ranks take this step, for which `have` of them have a batch of their own."""
-        if have == self._votes.size or (have > 0 and self._uneven == "repeat"):
+        if have == self.votes.size or (have > 0 and self.repeats):
             return True
-        if self._uneven == "repeat":
-            self._tell_of_repeats([number for (number,) in self._votes.gather([supply.num_read])], step, have)
+        if self.repeats:
+            self._tell_of_repeats([number for (number,) in self.votes.gather([supply.num_read])], step, have)
         elif have > 0:
-            self._tell_of_rest([each == 1 for (each,) in self._votes.gather([vote])], step)
+            self._tell_of_rest([each == 1 for (each,) in self.votes.gather([vote])], step)
         return False
 
     def _tell_of_repeats(self, read: list[int], step: int, have: float) -> None:
@@ -126,7 +126,7 @@ class Agreement:
                 "nothing to repeat there. Give every rank some data."
             )
         if min(read) < step:
-            counts = "counts zero in gradients" if self._trains else "`gather_for_metrics` leaves out"
+            counts = "counts zero in gradients" if self.trains else "`gather_for_metrics` leaves out"
             self._say_once(
                 f"{self._begin()} has different numbers of batches: {_per_rank(read)}. The ranks take {step} steps, "
                 f"and those with fewer repeat their last one, which {counts}, because of "
@@ -138,7 +138,7 @@ class Agreement:
             f"{self._begin()} has different numbers of batches: {_ranks([not more for more in has_more])} had {step}, "
             f"and {_ranks(has_more)} more"
         )
-        if not self._trains:
+        if not self.trains:
             raise RuntimeError(
                 f"{found}. With this strategy a forward waits for all ranks, so each rank must evaluate as many "
                 'batches as any other. Pass `setup_dataloaders(..., uneven="repeat")`, with which ranks that have '
@@ -152,8 +152,8 @@ class Agreement:
         )
 
     def _say_once(self, sentence: str) -> None:
-        self._report(sentence)
-        self._report = lambda sentence: None
+        self.report(sentence)
+        self.report = lambda sentence: None
 
     def _astray(self, places: list[list[int]]) -> str:
         where = "; ".join(
@@ -167,48 +167,44 @@ class Agreement:
         )
 
     def _begin(self) -> str:
-        return f"The data that each rank reads by `{self._words}`"
-
-
-class _Drawn(NamedTuple):
-    batch: Any
-    vote: int
-    """1 for a batch that is not repeated, `_NOTHING` if there is none to repeat, otherwise 0."""
+        return f"The data that each rank reads by `{self.words}`"
 
 
 @final
+@dataclass(eq=False)
 class Supply:
     """Draws one rank's batches of one iteration; after their end the last batch again, if `example` is given.
 
     It does not hold the batches: their iterator refers to the position of the loop, which refers to this.
     """
 
-    def __init__(self, example: Callable[[], Any] | None, has_ended: bool) -> None:
-        self._example, self._repeats = example, example is not None
-        self.factors: deque[float] = deque()
-        """For each batch that the loop has not received yet: the factor of its loss, see `RepeatedBatches`."""
-        self.last: Any = None
-        """What is repeated."""
-        self.num_read = 0
-        """Number of batches read, without repeated ones."""
-        self.ended = has_ended
-        """Whether this rank's data was read to its end."""
+    example: Callable[[], Any] | None
+    ended: bool
+    """Whether this rank's data was read to its end."""
+    repeats: bool
+    last: Any = None
+    """What is repeated."""
+    num_read: int = 0
+    """Number of batches read, without repeated ones."""
+    factors: deque[float] = field(default_factory=deque)
+    """For each batch that the loop has not received yet: the factor of its loss, see `RepeatedBatches`."""
 
-    def draw(self, batches: Iterator[Any]) -> _Drawn:
-        """The next batch; `_END` if there is none."""
+    def draw(self, batches: Iterator[Any]) -> tuple[Any, int]:
+        """The next batch, `_END` if there is none; and this rank's vote: 1 for a batch that is not repeated, `_NOTHING`
+        if there is none to repeat, otherwise 0."""
         batch = _END if self.ended else next(batches, _END)
         if batch is not _END:
             self.num_read += 1
-            self.last = batch if self._repeats else None
-            self._example = None  # it refers to the loader, which refers to this
-            return _Drawn(batch, 1)
+            self.last = batch if self.repeats else None
+            self.example = None  # it refers to the loader, which refers to this
+            return batch, 1
         self.ended = True
-        if self.last is None and self._example is not None:
-            self.last = self._example()
-        self._example = None
+        if self.last is None and self.example is not None:
+            self.last = self.example()
+        self.example = None
         if self.last is not None:
-            return _Drawn(self.last, 0)
-        return _Drawn(_END, _NOTHING if self._repeats else 0)
+            return self.last, 0
+        return _END, _NOTHING if self.repeats else 0
 
 
 def _ranks(chosen: list[bool]) -> str:

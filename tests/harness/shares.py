@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-from fabric.strategies.data.comparison import Ranks
-from fabric.strategies.data.loaders import DeviceLoader, LoaderContext, Share, Use, process_dataloader
+from fabric.strategies.data.context import LoaderContext, Ranks
+from fabric.strategies.data.device_loader import DeviceLoader
+from fabric.strategies.data.loaders import process_dataloader
 from fabric.strategies.data.loop_progress import LoopProgress
+from fabric.strategies.data.partition import Share, Use
 
 
 def ranks_by(

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from fabric import Fabric
 from fabric.loop.gather_for_metrics import gather_for_metrics
 from fabric.strategies.collectives.collective import Collective, CollectiveError
+from fabric.strategies.data.context import LoaderContext
 from fabric.strategies.data.device_loader import DeviceLoader, Reading
 from fabric.strategies.data.partition import Share
 from fabric.strategies.data.uneven import Agreement
@@ -117,7 +118,9 @@ def test_batches_that_a_rank_repeats_to_even_out_the_ranks_are_left_out() -> Non
     def body(collective: Collective) -> Any:
         mine = [[0, 2, 4], [1]][collective.rank]
         agreement = Agreement("repeat", votes_over(collective), "parts", lambda words: None, ahead=bool(len(mine) % 2))
-        loader = DeviceLoader(mine, Reading(source=mine, agreement=agreement))
+        loader = DeviceLoader(
+            mine, Reading(source=mine, agreement=agreement), LoaderContext(share=Share(), device=torch.device("cpu"))
+        )
         values = list(loader)
         share = Share(index=collective.rank, count=2)
         return len(values), gather_for_metrics(collective, share, values, loader).tolist()

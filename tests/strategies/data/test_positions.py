@@ -17,7 +17,7 @@ from shares import in_order, read, share_out
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from fabric.strategies.data.loaders import DeviceLoader
+from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.rng import process_rngs
 
 

@@ -13,8 +13,11 @@ from torch.utils.data import DataLoader
 from worlds import run_world
 
 from fabric.launchers.world import World
-from fabric.strategies.data.loaders import DeviceLoader, LoaderContext, Share, process_dataloader
+from fabric.strategies.data.context import LoaderContext
+from fabric.strategies.data.device_loader import DeviceLoader
+from fabric.strategies.data.loaders import process_dataloader
 from fabric.strategies.data.loop_progress import LoopProgress
+from fabric.strategies.data.partition import Share
 
 
 def shared(world: World, loader: Any) -> DeviceLoader:

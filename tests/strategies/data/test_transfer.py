@@ -13,8 +13,11 @@ from shares import ranks_by
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabric.strategies.data.loaders import DeviceLoader, LoaderContext, Share, process_dataloader
+from fabric.strategies.data.context import LoaderContext
+from fabric.strategies.data.device_loader import DeviceLoader
+from fabric.strategies.data.loaders import process_dataloader
 from fabric.strategies.data.loop_progress import LoopProgress
+from fabric.strategies.data.partition import Share
 from fabric.strategies.data.transfer import move, one_ahead
 
 META = torch.device("meta")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import sklearn  # noqa: F401  # datasets imports it late, and it sets a variable of the environment
@@ -13,7 +17,7 @@ import torch
 from datasets import IterableDataset as Stream
 from devices import ACCELERATOR
 from fakes import run_threads
-from shares import share_out
+from shares import ranks_by, share_out
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -23,7 +27,9 @@ from fabric import Fabric
 from fabric.launchers.launcher import WorkerError
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.data.partition import Uneven
+from fabric.strategies.data.context import LoaderContext
+from fabric.strategies.data.loaders import process_dataloader
+from fabric.strategies.data.partition import Share, Uneven
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.loader_hook import votes_over
 
@@ -93,6 +99,37 @@ def test_ranks_that_have_ended_repeat_their_last_batch_until_all_have_read_every
     )
     for words, _ in agree_over_threads([0, 2], "repeat", ahead=ahead):
         assert "has no batch for rank 0, and nothing to repeat there. Give every rank some data." in words
+
+
+class Remembering(DataLoader[Any]):
+    """Knows which of its iterators exist: with workers, each has processes of its own."""
+
+    iterators: ClassVar[list[Any]] = []
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        self.iterators.append(weakref.ref(batches))
+        return batches
+
+
+def test_a_loop_that_is_left_lets_go_of_its_batches_without_the_garbage_collector() -> None:
+    def body(collective: Collective) -> None:
+        votes = partial(votes_over, collective)
+        ranks = replace(ranks_by(collective.all_gather_object, collective.size), votes=votes)
+        share = Share(index=collective.rank, count=collective.size)
+        context = LoaderContext(share=share, device=torch.device("cpu"), ranks=ranks, uneven="repeat")
+        loader = process_dataloader(Remembering(range(8), 2), context, distribute=False)  # type: ignore[arg-type]
+        for _, _ in zip(range(3), loader, strict=False):
+            pass
+        assert loader.state_dict()["cursor"]["batches"] == 3
+
+    gc.disable()
+    try:
+        run_threads(2, body)
+        assert len(Remembering.iterators) == 2
+        assert [each() for each in Remembering.iterators] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_what_a_loop_may_change_is_not_read_ahead() -> None:
