@@ -842,9 +842,7 @@ class Fabric(Output):
         from fabric.report.trace import Trace
 
         session = self._connected
-        runtime, objects, moments = session.runtime, session.objects, session.moments
-        path = Path(folder or self._request.log_dir or ".")
-        moments.add(Trace(steps, path, runtime, lambda: objects.num_steps, moments.remove))
+        session.moments.add(Trace(steps, Path(folder or self._request.log_dir or "."), session))
 
     # Internals
 

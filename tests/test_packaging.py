@@ -84,6 +84,7 @@ def test_the_metadata_says_what_it_needs(wheel: zipfile.ZipFile) -> None:
         "fairscale",
         "horovod",
         "loggers",
+        "report",
         "safetensors",
         "test",
         "test-stores",

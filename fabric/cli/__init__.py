@@ -37,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_explain(commands.add_parser("explain", allow_abbrev=False, help="show every setting, and where it comes from"))
     report = commands.add_parser("report", help="one HTML page of a run, or of two side by side")
-    report.add_argument("runs", nargs="+", metavar="RUN", help="a folder of `fabric.monitor(folder=...)` or `log_dir`")
+    report.add_argument("run", metavar="RUN", help="a folder of `fabric.monitor(folder=...)` or `log_dir`")
+    report.add_argument("other", nargs="?", metavar="RUN", help="another one, for a page of both")
     report.add_argument("--out", metavar="FILE", help="by default report.html in the folder of the first run")
     doctor = commands.add_parser("doctor", help="show what this machine can run, and why not the rest")
     doctor.add_argument("--json", action="store_true", help="as JSON, for programs")
@@ -89,7 +90,6 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
         "Show every setting of the first `Fabric(...)` of SCRIPT, its value, and where it comes from. SCRIPT runs "
         "until then, and starts no ranks. Without SCRIPT: the settings of `Fabric()` here, with these options."
     )
-    command.add_argument("--json", action="store_true", help="as JSON, for programs")
     _add_options(command, needs_script=False)
 
 

@@ -14,7 +14,7 @@ def explain(parsed: argparse.Namespace) -> int:
 
     Without a script, make a fabric without arguments here. Raises: ValueError, TypeError: as `Fabric(...)`.
     """
-    options = {**options_of(parsed), "explain": "json" if parsed.json else "table"}
+    options = {**options_of(parsed), "explain": True}
     if parsed.script is not None:
         start(parsed, options)
     environ = {**os.environ, **as_variable(options, ProgramId.current())}

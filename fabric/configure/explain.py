@@ -4,7 +4,6 @@ Sources: "argument" (of `Fabric(...)` or of the strategy), "command line" (of `f
 launcher that has made this process a rank, with its variables, and "default"; "default (auto)" was chosen by `resolve`.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -28,9 +27,9 @@ def configure(request: Request, environ: Mapping[str, str]) -> Resolved:
     machine = Machine.look(environ, request)
     resolved = resolve(request, machine)
     resolved = replace(resolved, settings=tuple(explain(request, machine, resolved, environ)))
-    if request.explain is not None:
+    if request.explain:
         if resolved.world is None or resolved.world.is_global_zero:
-            show(resolved.settings, as_json=request.explain == "json")
+            show(resolved.settings)
         raise SystemExit(0)
     return resolved
 
@@ -62,10 +61,10 @@ def explain(request: Request, machine: Machine, resolved: Resolved, environ: Map
         yield Setting(name, words(chosen.get(name, asked)), source + auto)
         if name == "strategy":
             for option in fields(strategy):
-                value = getattr(strategy, option.name)
+                value = words(getattr(strategy, option.name))
                 if option.name != "timeout_seconds":
-                    source = "default" if value == option.default else request.sources.get(name, "default")
-                    yield Setting(f"strategy.{option.name}", words(value), source)
+                    source = "default" if value == words(option.default) else request.sources.get(name, "default")
+                    yield Setting(f"strategy.{option.name}", value, source)
     for name in sorted(environ):
         if name.startswith(PREFIXES):
             yield Setting(name, environ[name], "environment variable")
@@ -91,11 +90,8 @@ def words(value: Any) -> str:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-def show(settings: tuple[Setting, ...], *, as_json: bool) -> None:
-    """Print the table, or JSON for programs."""
-    if as_json:
-        print(json.dumps([setting._asdict() for setting in settings], indent=2))
-        return
+def show(settings: tuple[Setting, ...]) -> None:
+    """Print the table."""
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text

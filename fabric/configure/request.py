@@ -60,8 +60,8 @@ class Request:
     loggers: tuple[Any, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where each field that is not at its default comes from: "argument" or "command line"."""
-    explain: str | bool | None = None
-    """"table" or "json": under `fabric explain` the program shows its settings, and ends."""
+    explain: bool = False
+    """Whether the program shows its settings, and ends: under `fabric explain`."""
 
     @classmethod
     def build(cls, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> "Request":
@@ -114,7 +114,7 @@ class Request:
             callbacks=_several(arguments.get("callbacks")),
             loggers=_several(arguments.get("loggers")),
             sources=sources,
-            explain=explain,
+            explain=bool(explain),
         )
 
     def asks_for_one(self, world: World) -> bool:

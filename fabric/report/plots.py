@@ -5,10 +5,11 @@ page is light or dark; text stays text. Lines are simplified to what can be seen
 """
 
 import io
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from html import escape
+from statistics import fmean
 from typing import Any
 
 from fabric.report.run import Run
@@ -30,32 +31,34 @@ _OPTIONS = {
     "legend.fontsize": 8,
     "lines.linewidth": 1.2,
 }
+_MEMORY = [f"monitor/{where}_memory{which}_bytes" for where in ("device", "host") for which in ("", "_peak")]
+_OF_THE_MONITOR: tuple[tuple[str, str, Sequence[str], str | None], ...] = (
+    ("Loss and learning rate", "loss", ("monitor/loss",), "monitor/learning_rate"),
+    ("Norm of the gradient", "norm", ("monitor/gradient_norm",), None),
+    ("Samples a second", "samples/s", ("monitor/samples_per_second",), "monitor/mfu"),
+    ("Tokens a second", "tokens/s", ("monitor/tokens_per_second",), None),
+    ("Seconds a step", "s", ("monitor/step_seconds",), None),
+    ("Memory, greatest of all ranks", "GiB", _MEMORY, None),
+)
+"""Title, unit, metrics, and a metric on a scale of its own."""
 
 
 def plots(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
     """The title and the SVG of each plot for which some run has numbers.
 
-    Raises: ModuleNotFoundError: matplotlib is not installed.
+    Raises: ValueError: matplotlib is not installed.
     """
-    lines = [
-        ("Loss and learning rate", "loss", [("loss", 1.0)], ("learning rate", [("learning_rate", 1.0)])),
-        ("Norm of the gradient", "norm", [("gradient_norm", 1.0)], None),
-        ("Samples a second", "samples/s", [("samples_per_second", 1.0)], ("MFU, %", [("mfu", 100.0)])),
-        ("Tokens a second", "tokens/s", [("tokens_per_second", 1.0)], None),
-        ("Seconds a step", "s", [("step_seconds", 1.0)], None),
-        ("Memory, greatest of all ranks", "GiB", [(name, 2.0**-30) for name in MEMORY], None),
-    ]
-    for title, unit, left, right in lines:
-        if any(_curve(run, name, 1.0)[0] for run in runs for name, _ in left):
+    logged = (name for run in runs for name in run.series if not name.startswith("monitor/"))
+    for title, unit, left, right in (
+        *_OF_THE_MONITOR,
+        *((name, name, (name,), None) for name in dict.fromkeys(logged)),
+    ):
+        if any(name in run.series for run in runs for name in left):
             yield title, _draw(title, runs, partial(_lines, unit=unit, left=left, right=right))
     if any(run.of("window") for run in runs):
         yield "Where the time of a step goes", _draw("phases", runs, _phases)
-        yield "Ranks: where the time of each goes", _draw("ranks", runs, _ranks, height=2 + 0.2 * _num_ranks(runs))
-    for name in dict.fromkeys(name for run in runs for name in run.logged):
-        yield name, _draw(name, runs, partial(_one_metric, name=name))
-
-
-MEMORY = ("device_memory_bytes", "device_memory_peak_bytes", "host_memory_bytes", "host_memory_peak_bytes")
+        height = 2 + 0.2 * min(MOST_RANKS, max(len(_means(run)) for run in runs))
+        yield "Ranks: where the time of each goes", _draw("ranks", runs, _ranks, height)
 
 
 def _draw(title: str, runs: Sequence[Run], draw: Callable[[Any, Run], None], height: float = 2.8) -> str:
@@ -63,7 +66,7 @@ def _draw(title: str, runs: Sequence[Run], draw: Callable[[Any, Run], None], hei
         import matplotlib
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
+        raise ValueError(
             "`fabric report` needs matplotlib, which is not installed. Run `pip install 'torchfabric[report]'`."
         ) from error
     with matplotlib.rc_context({**_OPTIONS, "svg.hashsalt": title}):
@@ -80,99 +83,65 @@ def _draw(title: str, runs: Sequence[Run], draw: Callable[[Any, Run], None], hei
             figure.legend(legend.values(), legend, loc="outside upper left", ncols=len(legend))
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    svg = text.getvalue()[text.getvalue().index("<svg") :]
-    svg = re.sub(r"#0f0f0(\d)", r"var(--c\1)", svg.replace(INK, "var(--ink)").replace(GRID, "var(--grid)"))
-    return re.sub(
-        r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg role="img" aria-label="{title}" viewBox="\1">', svg, count=1
-    )
+    svg = re.sub(r"#0f0f0(\d)", r"var(--c\1)", text.getvalue().replace(INK, "var(--ink)").replace(GRID, "var(--grid)"))
+    box = svg[svg.index(" viewBox=") : svg.index(" xmlns=")]
+    inner = svg[svg.index(">", svg.index("<svg")) + 1 :]
+    return f'<svg role="img" aria-label="{escape(title)}"{box}>{inner}'
 
 
-def _lines(axes: Any, run: Run, unit: str, left: Sequence[tuple[str, float]], right: Any) -> None:
+def _lines(axes: Any, run: Run, unit: str, left: Sequence[str], right: str | None) -> None:
     """Curves over steps, interrupted where the run was started again, and marks of what has happened."""
-    for number, (name, factor) in enumerate(left):
-        steps, values = _curve(run, name, factor)
-        if steps:
-            label = name.removesuffix("_bytes").replace("_", " ")
-            axes.plot(steps, values, color=COLORS[number], label=label)
+    for number, name in enumerate(left):
+        _curve(axes, run, name, color=COLORS[number])
     axes.set(xlabel="step", ylabel=unit)
-    if right is not None and _curve(run, right[1][0][0], 1.0)[0]:
+    if right is not None and right in run.series:
         other = axes.twinx()
-        other.plot(*_curve(run, *right[1][0]), color=COLORS[1], linestyle="--", label=right[0])
-        other.set_ylabel(right[0])
+        other.set_ylabel(_curve(other, run, right, color=COLORS[1], linestyle="--"))
         other.grid(visible=False)
+    bottom = {"linestyle": "", "marker": "|", "transform": axes.get_xaxis_transform(), "clip_on": False}
     for number, kind in enumerate(("save", "skipped"), 2):
-        steps = [line["step"] for line in run.of(kind) if "step" in line]
-        if steps:
-            transform = axes.get_xaxis_transform()
-            axes.plot(
-                steps, [0] * len(steps), "|", color=COLORS[number], transform=transform, label=kind, clip_on=False
-            )
-    for step in restarts(run):
-        axes.axvline(step, color=COLORS[7], linestyle=":", label="restart" if step == restarts(run)[0] else None)
+        if steps := [line["step"] for line in run.of(kind)]:
+            axes.plot(steps, [0] * len(steps), color=COLORS[number], label=kind, **bottom)
+    for step in run.restarts:
+        axes.axvline(step, color=COLORS[7], linestyle=":", label="restart")
 
 
-def _one_metric(axes: Any, run: Run, name: str) -> None:
-    points = run.logged.get(name, [])
-    axes.plot([step for step, _ in points], [value for _, value in points], color=COLORS[0])
-    axes.set(xlabel="step", ylabel=name)
+def _curve(axes: Any, run: Run, name: str, **style: Any) -> str:
+    """Draw one metric, if there is one, and return its name in words."""
+    words = name.removeprefix("monitor/").replace("mfu", "MFU, %").removesuffix("_bytes").replace("_", " ")
+    factor = 2.0**-30 if name.endswith("_bytes") else 100.0 if name == "monitor/mfu" else 1.0
+    if points := run.series.get(name):
+        style["marker"] = "." if len(points) < 30 else ""
+        axes.plot([step for step, _ in points], [factor * value for _, value in points], label=words, **style)
+    return words
 
 
 def _phases(axes: Any, run: Run) -> None:
-    curves = [_curve(run, f"{phase}_seconds", 1000.0) for phase in PHASES]
-    if curves[0][0]:
-        axes.stackplot(curves[0][0], *(values for _, values in curves), colors=COLORS, labels=PHASES, linewidth=0)
+    curves = [run.series.get(f"monitor/{phase}_seconds", []) for phase in PHASES]
+    heights = ([1000 * value for _, value in points] for points in curves)
+    if curves[0]:
+        axes.stackplot([step for step, _ in curves[0]], *heights, colors=COLORS, labels=PHASES, linewidth=0)
     axes.set(xlabel="step", ylabel="ms a step")
 
 
 def _ranks(axes: Any, run: Run) -> None:
-    """The mean over all windows. Where there are many ranks: those that wait least, for which the others wait."""
-    rows = sorted(sorted(_means(run).items(), key=lambda row: row[1][PHASES.index("waiting")])[:MOST_RANKS])
-    starts = [0.0] * len(rows)
+    """Where there are many ranks: those that wait least, for which the others wait."""
+    means = _means(run)
+    ranks = sorted(sorted(range(len(means)), key=lambda rank: means[rank]["waiting"])[:MOST_RANKS])
+    starts = [0.0] * len(ranks)
     for number, phase in enumerate(PHASES):
-        values = [means[number] for _, means in rows]
-        axes.barh([f"rank {rank}" for rank, _ in rows], values, left=starts, color=COLORS[number], label=phase)
-        starts = [start + value for start, value in zip(starts, values, strict=True)]
-    axes.set_ylim(_num_ranks([run]) - 0.4, -0.6)
+        values = [means[rank][phase] for rank in ranks]
+        axes.barh([f"rank {rank}" for rank in ranks], values, left=starts, color=COLORS[number], label=phase)
+        starts = list(map(sum, zip(starts, values, strict=True)))
+    axes.set_ylim(len(ranks) - 0.4, -0.6)
     axes.tick_params(labelleft=True)
-    axes.set(xlabel="ms a step")
+    axes.set(xlabel="ms a step, mean over windows")
 
 
-def _means(run: Run) -> dict[int, list[float]]:
-    """Of each rank, the milliseconds of a step in each phase, mean over all steps."""
-    sums: dict[int, list[float]] = {}
+def _means(run: Run) -> list[dict[str, float]]:
+    """Of each rank, the milliseconds of a step in each phase: the mean over all windows."""
     windows = run.of("window")
-    total = sum(window["num_steps"] for window in windows)
-    for window in windows:
-        for row in window["ranks"]:
-            means = sums.setdefault(row["rank"], [0.0] * len(PHASES))
-            for number, phase in enumerate(PHASES):
-                means[number] += 1000 * row.get(f"{phase}_seconds", 0.0) * window["num_steps"] / total
-    return sums
-
-
-def _num_ranks(runs: Sequence[Run]) -> int:
-    return min(MOST_RANKS, max(len(_means(run)) for run in runs))
-
-
-def _curve(run: Run, name: str, factor: float) -> tuple[list[float], list[float]]:
-    """Steps and values of a metric of the monitor, with a gap at each new start; empty if there is none."""
-    steps, values = list[float](), list[float]()
-    for line in run.of("start", "window"):
-        if line["kind"] == "start" and steps:
-            steps.append(steps[-1])
-            values.append(math.nan)
-        elif name in line.get("metrics", {}):
-            steps.append(line["step"])
-            values.append(factor * line["metrics"][name])
-    return steps, values
-
-
-def restarts(run: Run) -> list[float]:
-    """The last step before each new start."""
-    before, found = None, list[float]()
-    for line in run.of("start", "window"):
-        if line["kind"] == "window":
-            before = line["step"]
-        elif before is not None:
-            found.append(before)
-    return found
+    return [
+        {phase: 1000 * fmean(row.get(f"{phase}_seconds", 0.0) for row in rows) for phase in PHASES}
+        for rows in zip(*(window["ranks"] for window in windows), strict=False)
+    ]

@@ -1,14 +1,15 @@
 """What is in the folder of a run, as far as it can be read: lines that cannot be read are named, and the rest is kept.
 
-All of it is optional but one: `monitor.jsonl` (`fabric.monitor`), `run.json` (settings and doctor), `metrics.csv`
-(`CSVLogger`), `failures.log` (the launcher, with `log_dir`), summaries of traces, and checkpoints.
+It reads `monitor.jsonl` (`fabric.monitor`), `run.json` (settings and doctor), `metrics.csv`
+(`CSVLogger`), `failures.log` (the launcher, with `log_dir`), summaries of traces, and checkpoints. One is enough.
 """
 
 import csv
 import json
+import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -32,8 +33,8 @@ class Run:
     folder: Path
     lines: tuple[Line, ...]
     """Of the monitor."""
-    logged: Mapping[str, list[tuple[float, float]]]
-    """By the name of each metric that loggers were given: steps and values."""
+    series: Mapping[str, list[tuple[float, float]]]
+    """Steps and values of each metric, under the names that loggers get. A NaN stands before each new start."""
     settings: tuple[Line, ...]
     doctor: Line
     failures: tuple[tuple[float, str], ...]
@@ -48,8 +49,13 @@ class Run:
         return [line for line in self.lines if line["kind"] in kinds]
 
     @property
+    def restarts(self) -> list[float]:
+        """The last step before each new start."""
+        return [step for step, seconds in self.series.get("monitor/step_seconds", ()) if math.isnan(seconds)]
+
+    @property
     def name(self) -> str:
-        """The folder's own name, or with the one above where that says little."""
+        """The names of the folder and of the one above."""
         path = self.folder.resolve()
         return f"{path.parent.name}/{path.name}"
 
@@ -62,10 +68,11 @@ def read(folder: Path) -> Run:
         )
     notes: list[str] = []
     described: Line = _json(folder / DESCRIPTION, notes) or {}
+    lines = tuple(_monitored(folder / MONITOR, notes))
     run = Run(
         folder=folder,
-        lines=tuple(_monitored(folder / MONITOR, notes)),
-        logged=_logged(folder, notes),
+        lines=lines,
+        series={**_logged(folder, notes), **_series(lines)},
         settings=tuple(described.get("settings", ())),
         doctor=described.get("doctor", {}),
         failures=tuple(_failures(folder / FAILURES)),
@@ -73,17 +80,15 @@ def read(folder: Path) -> Run:
         checkpoints=tuple(_checkpoints(folder)),
         notes=notes,
     )
-    if not (run.lines or run.logged or run.settings or run.failures or run.traces or run.checkpoints or notes):
+    if not (run.lines or run.series or run.settings or run.failures or run.traces or run.checkpoints or notes):
         raise ValueError(
             f"`{folder}` is not the folder of a run of fabric: it has neither {MONITOR} nor {DESCRIPTION}, {METRICS}, "
             f"{FAILURES}, traces or checkpoints. `fabric.monitor(folder={str(folder)!r})` writes the first two."
         )
     if not run.lines:
-        notes.insert(
-            0, f"No {MONITOR}: the run had no `fabric.monitor(...)`, so times, memory and ranks are not known."
-        )
+        notes.append(f"No {MONITOR}: the run had no `fabric.monitor(...)`: times, memory and ranks are not known.")
     elif not run.of("window"):
-        notes.insert(0, "No steps: the run ended before its first window of steps.")
+        notes.append("No steps: the run ended before its first window of steps.")
     return run
 
 
@@ -104,28 +109,34 @@ def _monitored(file: Path, notes: list[str]) -> Iterator[Line]:
             raise ValueError(f"`{file}` was not written by `fabric.monitor`: its line {number} has no `kind`.")
 
 
-def _logged(folder: Path, notes: list[str]) -> dict[str, list[tuple[float, float]]]:
-    """The metrics of the newest `metrics.csv`, without those of the monitor."""
+def _series(lines: Sequence[Line]) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {}
-    files = sorted(_within(folder, METRICS), key=lambda file: file.stat().st_mtime)
-    for file in files[-1:]:
-        with file.open(newline="", encoding="utf-8") as opened:
-            rows = csv.reader(opened)
-            names = next(rows, [])
-            if names[:1] != ["step"]:
-                notes.append(
-                    f"`{file}` is not shown: its first column is not `step`, so `CSVLogger` has not written it."
-                )
-                return {}
-            for count, row in enumerate(rows):
-                try:
-                    values = [float(cell) if cell else None for cell in row]
-                    step = count if values[0] is None else values[0]
-                    for name, value in zip(names[1:], values[1:], strict=False):
-                        if value is not None and not name.startswith("monitor/"):
-                            found.setdefault(name, []).append((step, value))
-                except ValueError:
-                    notes.append(f"Line {count + 2} of {file.name} cannot be read; the others are shown.")
+    for line in lines:
+        for name, value in line.get("metrics", {}).items():
+            found.setdefault(f"monitor/{name}", []).append((line["step"], value))
+        if line["kind"] == "start":
+            for points in found.values():
+                points.append((points[-1][0], math.nan))
+    return found
+
+
+def _logged(folder: Path, notes: list[str]) -> dict[str, list[tuple[float, float]]]:
+    """The metrics of the newest `metrics.csv`."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for file in sorted(_within(folder, METRICS), key=lambda file: file.stat().st_mtime)[-1:]:
+        header, *rows = list(csv.reader(file.read_text(encoding="utf-8").splitlines())) or [[]]
+        if header[:1] != ["step"]:
+            notes.append(f"`{file}` is not shown: its first column is not `step`, so `CSVLogger` has not written it.")
+            rows = []
+        for count, row in enumerate(rows):
+            try:
+                numbers = {name: float(cell) for name, cell in zip(header, row, strict=True) if cell}
+            except ValueError:
+                notes.append(f"Line {count + 2} of {METRICS} cannot be read; the others are shown.")
+                continue
+            step = numbers.pop("step", count)
+            for name, number in numbers.items():
+                found.setdefault(name, []).append((step, number))
     return found
 
 
@@ -139,6 +150,8 @@ def _failures(file: Path) -> Iterator[tuple[float, str]]:
 def _checkpoints(folder: Path) -> Iterator[Line]:
     """Complete checkpoints, oldest first."""
     for file in sorted(_within(folder, MANIFEST), key=lambda file: file.stat().st_mtime):
+        if b"torchfabric checkpoint" not in file.read_bytes():  # of another program
+            continue
         name = Name.parse(file.parent.name)
         bytes_ = sum(part.stat().st_size for part in file.parent.iterdir())
         step, metric = (name.step, name.metric) if name is not None else (None, None)

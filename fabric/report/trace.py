@@ -14,18 +14,16 @@ import os
 import socket
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias, final
 
-import torch
 from torch.optim import Optimizer
 from torch.profiler import profile
 
 from fabric.checks.check import Check
-from fabric.strategies.runtime import Runtime
+from fabric.session import Session
 
 Event: TypeAlias = dict[str, Any]
 Interval: TypeAlias = tuple[float, float]
@@ -33,49 +31,30 @@ NUM_READINGS = 5
 """How often the clocks are read together. Not measured."""
 ROWS_OF_A_RANK = 1000
 """The rows of rank r have the numbers from this times r on."""
-WAITS = (
-    "c10d::",
-    "_c10d_functional::",
-    "autograd::",
-    "torch::autograd::",
-    "torch.distributed.",
-    "torch::distributed::",
-)
-"""Operators that issue collectives or wait for them, and ranges around others."""
 
 
 @final
 class Trace(Check):
-    """Traces `steps` of one fabric: of the optimizer that steps most, counted from 1.
+    """Traces `steps` of the optimizer that steps most, counted from 1. Ranks: all, with the same steps."""
 
-    `num_steps`: how many were made. `remove`: called once the trace is written. Ranks: all, with the same steps.
-    """
-
-    def __init__(
-        self,
-        steps: range,
-        folder: Path,
-        runtime: Runtime,
-        num_steps: Callable[[], int],
-        remove: Callable[["Trace"], None],
-    ) -> None:
-        done = num_steps()
-        if not isinstance(steps, range) or steps.step != 1 or not 1 <= steps.start < steps.stop:
-            raise ValueError(
-                f"`fabric.trace(steps={steps!r})`: write the numbers of steps as `range(10, 12)`, from 1 on."
-            )
-        if steps.start <= done:
-            raise ValueError(f"`fabric.trace(steps={steps!r})`: {done} steps were made. Name later ones.")
-        self._steps, self._folder, self._runtime = steps, folder, runtime
-        self._num_steps, self._remove = num_steps, remove
+    def __init__(self, steps: range, folder: Path, session: Session) -> None:
+        self._steps, self._folder, self._session = steps, folder, session
         self._profiler: profile | None = None
+        if not isinstance(steps, range) or steps.step != 1 or not 1 <= steps.start < steps.stop:
+            raise ValueError(f"`fabric.trace(steps={steps!r})`: name steps as `range(10, 12)` does, from 1 on.")
+        if steps.start <= self._done:
+            raise ValueError(f"`fabric.trace(steps={steps!r})`: {self._done} steps were made. Name later ones.")
         self._begin_if_due()
+
+    @property
+    def _done(self) -> int:
+        return self._session.objects.num_steps
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Begin before the first step, and write the file after the last."""
         if self._profiler is None:
             self._begin_if_due()
-        elif self._num_steps() + 1 >= self._steps.stop:
+        elif self._done + 1 >= self._steps.stop:
             self._end()
 
     def closing(self) -> None:
@@ -83,7 +62,8 @@ class Trace(Check):
         if self._profiler is not None:
             self._end()
         else:
-            self._runtime.report(f"No trace: the loop ended after {self._num_steps()} steps, before {self._steps}.")
+            report = self._session.runtime.report
+            report(f"No trace: the loop ended after {self._done} steps, before {self._steps}.")
 
     def removed(self) -> None:
         """Stop the profiler of a loop that an exception has ended."""
@@ -91,70 +71,59 @@ class Trace(Check):
             self._profiler.stop()
 
     def _begin_if_due(self) -> None:
-        if self._num_steps() + 1 >= self._steps.start:
-            self._profiler = profile()
-            self._profiler.start()
+        if self._done + 1 >= self._steps.start:
+            profiler = profile()
+            profiler.start()
+            self._profiler = profiler
 
     def _end(self) -> None:
         assert self._profiler is not None
         profiler, self._profiler = self._profiler, None
-        if self._runtime.device.type != "cpu":
-            torch.accelerator.synchronize()  # the device's part of the steps
-        profiler.stop()
-        first, last = self._steps.start, max(self._steps.start, min(self._num_steps(), self._steps.stop - 1))
-        parts = self._gathered(_events_of(profiler))
-        if self._runtime.world.is_global_zero:
-            self._write(parts, first, last)
-        else:
-            deque(parts, maxlen=0)
-        self._remove(self)
-
-    def _write(self, parts: Iterator[tuple[dict[str, Any], float]], first: int, last: int) -> None:
-        """Write the trace and its summary. On rank 0."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        file, base_ns, summaries = self._folder / f"trace-{first}-{last}.json.gz", 0, []
-        with gzip.open(file, "wt", encoding="utf-8") as output:
-            for rank, (part, ahead) in enumerate(parts):
-                base_ns = base_ns or part["base_ns"]
-                start = f'{{"baseTimeNanoseconds": {base_ns}, "displayTimeUnit": "ms", "traceEvents": [\n'
-                later_us = (part["base_ns"] - base_ns) / 1000 - ahead
-                events = in_rows(part["events"], rank, part["host"], later_us)
-                output.write((",\n" if rank else start) + ",\n".join(map(json.dumps, events)))
-                summaries.append({"rank": rank, "host": part["host"], **summary(part["events"])})
-            output.write("\n]}\n")
-        described = {"steps": [first, last], "file": file.name, "ranks": summaries}
-        file.with_name(f"trace-{first}-{last}.summary.json").write_text(
-            json.dumps(described, indent=1), encoding="utf-8"
-        )
-        self._runtime.report(f"Trace of steps {first} to {last}: {file}. Open it at https://ui.perfetto.dev")
-
-    def _gathered(self, own: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
-        """The events of each rank, in rank order, and how far its clock is ahead, in us. On rank 0; elsewhere none.
-
-        One rank's events at a time are held besides the own. Ranks: all.
-        """
-        collective = self._runtime.collective
+        profiler.stop()  # waits for the device
+        first, last = self._steps.start, max(self._steps.start, min(self._done, self._steps.stop - 1))
+        collective, own, parts = self._session.runtime.collective, _events_of(profiler), list[bytes]()
         readings: list[int] = []
         for _ in range(NUM_READINGS):
             collective.add_number(1.0)
             readings.append(time.time_ns())
-        offsets_us = ahead_us(collective.all_gather_object((own["host"], readings)))
-        packed = gzip.compress(json.dumps(own).encode(), compresslevel=1)
+        ahead = ahead_us(collective.all_gather_object((socket.gethostname(), readings)))
         for rank in range(collective.size):
-            part = collective.broadcast_object(packed if rank == collective.rank else None, rank)
-            if collective.rank == 0:
-                yield (own if rank == 0 else json.loads(gzip.decompress(part))), offsets_us[rank]
+            part = collective.broadcast_object(own if rank == collective.rank else None, rank)
+            parts += [part] if collective.rank == 0 else []
+        if parts:
+            self._write(f"trace-{first}-{last}", [first, last], parts, ahead)
+        self._session.moments.remove(self)
+
+    def _write(self, name: str, steps: list[int], parts: Sequence[bytes], ahead: Sequence[float]) -> None:
+        """Write the trace and its summary. On rank 0. One rank's events at a time are unpacked."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file, base_ns, summaries = self._folder / f"{name}.json.gz", 0, []
+        with gzip.open(file, "wt", encoding="utf-8") as output:
+            for rank, packed in enumerate(parts):
+                part = json.loads(gzip.decompress(packed))
+                base_ns = base_ns or part["base_ns"]
+                start = f'{{"baseTimeNanoseconds": {base_ns}, "displayTimeUnit": "ms", "traceEvents": [\n'
+                later_us = (part["base_ns"] - base_ns) / 1000 - ahead[rank]
+                events = in_rows(part["events"], rank, part["host"], later_us)
+                output.write((",\n" if rank else start) + ",\n".join(map(json.dumps, events)))
+                summaries.append({"rank": rank, "host": part["host"], **summary(part["events"])})
+            output.write("\n]}\n")
+        described = json.dumps({"steps": steps, "file": file.name, "ranks": summaries}, indent=1)
+        (self._folder / f"{name}.summary.json").write_text(described, encoding="utf-8")
+        report = self._session.runtime.report
+        report(f"Trace of steps {steps[0]} to {steps[1]}: {file}. Open it at https://ui.perfetto.dev")
 
 
-def _events_of(profiler: profile) -> dict[str, Any]:
-    """The events of this rank, as Chrome's trace format has them."""
+def _events_of(profiler: profile) -> bytes:
+    """The events of this rank, as Chrome's trace format has them, packed."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "trace.json")
         profiler.export_chrome_trace(path)
         with open(path, encoding="utf-8") as file:
             trace = json.load(file)
     events = [event for event in trace["traceEvents"] if isinstance(event.get("pid"), int)]
-    return {"host": socket.gethostname(), "base_ns": trace.get("baseTimeNanoseconds", 0), "events": events}
+    part = {"host": socket.gethostname(), "base_ns": trace.get("baseTimeNanoseconds", 0), "events": events}
+    return gzip.compress(json.dumps(part).encode(), compresslevel=1)
 
 
 def ahead_us(readings: Sequence[tuple[str, Sequence[int]]]) -> list[float]:
@@ -190,7 +159,7 @@ def summary(events: Sequence[Event]) -> dict[str, float]:
         name, kind = event["name"], event.get("cat")
         if (kind == "kernel" and "ccl" in name.lower()) or name.startswith("gloo:"):
             collectives.append(span)
-        elif kind == "kernel" or (not has_kernels and kind == "cpu_op" and "::" in name and not name.startswith(WAITS)):
+        elif kind == "kernel" or (not has_kernels and name.startswith("aten::")):
             computation.append(span)
     collective, computing = covered(collectives), covered(computation)
     overlapped = collective + computing - covered([*collectives, *computation])

@@ -125,7 +125,8 @@ class Output:
     def note_failure(self, words: str) -> None:
         """Add the message of a failed launch to `failures.log`, beside the files of the ranks."""
         if self._topology.log_dir is not None:
-            with Path(self._topology.log_dir, "failures.log").open("a", encoding="utf-8") as file:
+            path = Path(self._topology.log_dir, "failures.log")
+            with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
                 file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')}: {words}\n")
 
     def end(self, rank: int) -> None:

@@ -98,11 +98,11 @@ def whole(folder: Path, **settings: str) -> Path:
     )
     describe(folder, **settings)
     (folder / "failures.log").write_text(
-        "# 2025-11-28 20:00:50: rank 1 of 2 failed first: ValueError: boom <b>\n\nTraceback\n"
+        "# 2025-11-28 20:00:50: rank 0 of 2, 4 ms later\nrank 1 of 2 failed first: ValueError: boom <b>\n\nTraceback\n"
     )
     saved = folder / "checkpoints" / "000001-step-390-metric-0.25"
     saved.mkdir(parents=True)
-    (saved / "manifest.json").write_text("{}")
+    (saved / "manifest.json").write_text('"torchfabric checkpoint"')
     rank = {"host": "a", "seconds": 0.2, "compute_seconds": 0.1, "collective_seconds": 0.05, "num_collectives": 4}
     ranks = [{"rank": number, **rank, "overlapped_seconds": 0.03, "exposed_seconds": 0.02} for number in (0, 1)]
     (folder / "trace-10-11.summary.json").write_text(
@@ -156,14 +156,14 @@ def test_the_page_of_a_run_in_light_in_dark_and_in_print(tmp_path: Path, capsys:
             "devices\t2\targument",
             "989 TFLOP/s (NVIDIA H100)",
             "last mfu\t0.41",
-            "1\tbackward\t10\t50 ms\t0",
+            "1\tbackward\t10\t50 ms\tstays",
             "1\t200\t100\t50\t30\t20",
             "sanitizer\tsteps 1, 2, 3, 4, 8",
             "save\tsteps 390, 1.2 s in all",
             "skipped\tsteps 395",
             "restart\t2 ranks after step 380",
             "failure\trank 1 of 2 failed first: ValueError: boom <b>",
-            "checkpoints/000001-step-390-metric-0.25\t390\t0.25\t2\t",
+            "checkpoints/000001-step-390-metric-0.25\t390\t0.25\t24\t",
             "Unsupported: unused.",
         ):
             assert words in text, words
@@ -250,8 +250,8 @@ def test_a_run_without_a_monitor_shows_what_there_is(tmp_path: Path, capsys: pyt
     assert main(["report", str(folder)]) == 0
     warned = capsys.readouterr().err.splitlines()
     assert warned == [
-        f"{folder}: No monitor.jsonl: the run had no `fabric.monitor(...)`, so times, memory and ranks are not known.",
         f"{folder}: Line 4 of metrics.csv cannot be read; the others are shown.",
+        f"{folder}: No monitor.jsonl: the run had no `fabric.monitor(...)`: times, memory and ranks are not known.",
     ]
     with browser(tmp_path) as page:
         text = shown(page, folder / "report.html")

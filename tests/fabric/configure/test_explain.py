@@ -1,6 +1,5 @@
 """Where each setting of a run comes from, and the table that says so."""
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,6 +95,10 @@ def fabric(*arguments: str, at: Path) -> Any:
     )
 
 
+def rows_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if "│" in line]
+
+
 SCRIPT = """
 import sys
 from fabric import Fabric
@@ -113,7 +116,7 @@ def test_the_command_shows_the_settings_of_a_script_and_starts_no_ranks(tmp_path
     first, _, table = shown.stdout.partition("\n")
     assert first == "before ['--lr', '3']"
     assert not table.endswith("after\n")
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if "│" in line]
+    rows = rows_of(table)
     assert ["devices", "0, 1", "command line"] in rows
     assert ["strategy", "DDPStrategy", "argument"] in rows
     assert ["sanitize", "start", "default"] in rows
@@ -121,11 +124,11 @@ def test_the_command_shows_the_settings_of_a_script_and_starts_no_ranks(tmp_path
 
 @pytest.mark.slow
 def test_the_command_without_a_script_explains_a_fabric_without_arguments(tmp_path: Path) -> None:
-    shown = fabric("explain", "--json", "--accelerator", "cpu", "--devices", "2", at=tmp_path)
+    shown = fabric("explain", "--accelerator", "cpu", "--devices", "2", at=tmp_path)
     assert (shown.returncode, shown.stderr) == (0, "")
-    rows = {row["name"]: (row["value"], row["source"]) for row in json.loads(shown.stdout)}
-    assert rows["world_size"][0] == "2"
-    assert rows["accelerator"] == ("cpu", "command line")
+    rows = rows_of(shown.stdout)
+    assert ["world_size", "2"] in [row[:2] for row in rows]
+    assert ["accelerator", "cpu", "command line"] in rows
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Folders of runs that are damaged, of another program, or have little in them."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_a_description_that_is_damaged_is_named(tmp_path: Path) -> None:
 def test_metrics_of_another_program_are_left_out(tmp_path: Path) -> None:
     (monitored(tmp_path, START + WINDOW) / "metrics.csv").write_text("epoch,loss\n1,2\n")
     run = read(tmp_path)
-    assert run.logged == {}
+    assert run.series == {}
     assert run.notes == [
         f"`{tmp_path / 'metrics.csv'}` is not shown: its first column is not `step`, so `CSVLogger` has not written it."
     ]
@@ -83,8 +84,13 @@ def test_a_folder_of_another_program_is_one_sentence(
     assert capsys.readouterr() == ("", f"fabric report: {words.format(folder)}\n")
 
 
-def test_three_runs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "a", "b", "c"]) == 2
+def test_without_matplotlib_the_extra_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.csv").write_text("step,loss\n1,2\n")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
-        "fabric report: 3 folders were named. Write one run, or two, which stand side by side.\n"
+        "fabric report: `fabric report` needs matplotlib, which is not installed. Run `pip install "
+        "'torchfabric[report]'`.\n"
     )

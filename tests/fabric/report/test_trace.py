@@ -127,11 +127,9 @@ def test_an_exception_in_the_loop_stops_the_profiler(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [range(2), range(3, 3), range(1, 9, 2), [1, 2], 3])
 def test_steps_that_are_no_range_from_1_on_are_refused(steps: Any) -> None:
-    with Fabric(accelerator="cpu") as fabric, pytest.raises(ValueError, match="numbers of steps as `range") as raised:
+    with Fabric(accelerator="cpu") as fabric, pytest.raises(ValueError, match="name steps as `range") as raised:
         fabric.trace(steps)
-    assert str(raised.value) == (
-        f"`fabric.trace(steps={steps!r})`: write the numbers of steps as `range(10, 12)`, from 1 on."
-    )
+    assert str(raised.value) == f"`fabric.trace(steps={steps!r})`: name steps as `range(10, 12)` does, from 1 on."
 
 
 def test_steps_that_were_made_are_refused(tmp_path: Path) -> None:
