@@ -169,7 +169,7 @@ HOW_TO = {
     "Data": "seeds iterable-dataset",
     "Evaluate, save and stop": "evaluate checkpoints best-checkpoint resume early-stopping preemption",
     "Memory and strategies": "choose-a-strategy strategies memory fsdp deepspeed lora tensor-parallel",
-    "See what happens": "own-logger profiling hangs verify",
+    "See what happens": "own-logger report profiling hangs verify",
     "Extend": "own-strategy own-check own-environment",
     "Move": "migrate",
 }
@@ -218,6 +218,11 @@ def fill(app: Sphinx, docname: str, source: list[str]) -> None:
         return LISTS[place[1]]()
 
     source[0] = re.sub(r"<!-- generated: ([\w ]+) -->", text, source[0])
+
+
+def outdated(app: Sphinx, env: Any, added: set[str], changed: set[str], removed: set[str]) -> list[str]:
+    """Pages with such a list are read again in each build: Sphinx does not know on what they depend."""
+    return [name for name in env.found_docs if "<!-- generated: " in Path(env.doc2path(name)).read_text()]
 
 
 def translate(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
@@ -306,5 +311,6 @@ def _inline(text: str) -> str:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", fill)
+    app.connect("env-get-outdated", outdated)
     app.connect("autodoc-process-docstring", translate)
     return {"parallel_read_safe": True}

@@ -119,3 +119,38 @@ def test_links_within_the_site_lead_to_files_and_anchors_and_nothing_is_fetched_
             if not file.exists() or (anchor and file in pages and anchor not in pages[file].anchors | {"#"}):
                 broken.append(f"{path.relative_to(SITE)}: {link}")
     assert not broken
+
+
+def test_the_reference_has_each_public_name_each_option_of_each_strategy_and_each_option_of_each_command() -> None:
+    from dataclasses import fields
+
+    import fabric
+    from fabric import strategies, testing
+    from fabric.cli import parser
+
+    pages = {path.stem: Links(path.read_text()).anchors for path in (SITE / "reference").glob("*.html")}
+    assert {f"fabric.{name}" for name in fabric.__all__} <= pages["fabric"]
+    assert {f"fabric.testing.{name}" for name in testing.__all__} <= pages["testing"]
+    classes = [getattr(strategies, name) for name in strategies.__all__]
+    classes = [each for each in classes if isinstance(each, type) and issubclass(each, strategies.Strategy)]
+    for each in set(classes) - {strategies.Strategy}:
+        options = {f"fabric.strategies.{each.__name__}.{field.name}" for field in fields(each) if field.init}
+        assert options <= pages["strategies"]
+    assert {f"fabric.strategies.{name}" for name in strategies.__all__} <= pages["strategies"] | pages["parts"]
+    commands = (SITE / "reference/commands.html").read_text()
+    (subcommands,) = [each for each in parser()._actions if isinstance(each.choices, dict)]
+    for command in subcommands.choices.values():  # type: ignore[union-attr]
+        for action in command._actions:
+            assert all(option in commands for option in action.option_strings if option not in ("-h", "--help"))
+
+
+def test_the_reference_has_each_environment_variable_that_the_package_reads() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs/reference/environment.md").read_text()
+    read = {
+        name
+        for path in [*(root / "launchers").rglob("*.py"), *(root / "fabric/configure").glob("*.py")]
+        for name in re.findall(r'"([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)"', path.read_text())
+    }
+    assert len(read) > 50
+    assert {name for name in read if name not in page} == set()
