@@ -11,6 +11,8 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Target
 from fabric.strategies.collectives.single import SingleDeviceCollective
+from fabric.strategies.gradients.sync import LocalGradientSync
+from fabric.strategies.module.forward import Around
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared, place, replica
 from fabric.strategies.runtime import Runtime, open_runtime
@@ -20,9 +22,14 @@ from fabric.strategies.strategy import Strategy
 @final
 @dataclass(frozen=True, kw_only=True)
 class SingleDeviceStrategy(Strategy):
-    """The whole model on one device of one process."""
+    """The whole model on one device of one process.
+
+    Args:
+        run: What runs `forward`, if not `forward` itself: it is called as `run(forward, args, kwargs)`.
+    """
 
     launchers = ("inline",)
+    run: Around | None = None
 
     def refuse(self, target: Target) -> str | None:
         if target.size == 1:
@@ -39,4 +46,4 @@ class SingleDeviceStrategy(Strategy):
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         place(runtime, module, optimizers, move=move)
-        return replica(runtime, module, optimizers)
+        return replica(runtime, module, optimizers, self.run and LocalGradientSync(module, self.run))

@@ -69,6 +69,10 @@ class Strategy(ABC):
         alone."""
         return 1 if self.launchers == ("inline",) else num_devices
 
+    def in_one_process(self) -> str | Strategy:
+        """The strategy of the reference of `fabric verify`: one process that computes what the program means."""
+        return "auto"
+
     def look_for_packages(self) -> Mapping[str, str]:
         """The installed optional packages that it needs, with what `refuse` must know of each.
 

@@ -2,6 +2,10 @@
 
 Gradients are read after each synchronised backward, when they are averaged and unscaled, and not clipped yet; weights
 after the step. Both whole, one tensor at a time, under every strategy.
+
+# Note [Loss scales]
+Ranks compute the mean of smaller batches, whose gradients are larger: in float16 they may overflow where those of one
+process do not, and a right program skips other steps. So all runs start with a small scale, at which both are finite.
 """
 
 import zlib
@@ -29,6 +33,9 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.tensors.nests import tensors_in
 from fabric.strategies.tensors.parameters import parameters_of
+
+SCALE = 2.0**10
+"""The largest loss scale at the start."""
 
 
 @final
@@ -71,24 +78,22 @@ class Recorder(Check):
         handles: list[RemovableHandle] = []
 
         def note(name: str, part: nn.Module, *_: Any) -> None:
-            for each in dict(part.named_parameters(recurse=False)):
-                self.order.setdefault(prefix + (f"{name}.{each}" if name else each))
-            if isinstance(part, _BATCH_NORM) and part.training:
-                self.layers.add(type(part).__name__)
+            if not torch.compiler.is_compiling():  # a compiled model's order is that of the names in the module
+                for each in dict(part.named_parameters(recurse=False)):
+                    self.order.setdefault(prefix + (f"{name}.{each}" if name else each))
 
         def end(*_: Any) -> None:
-            for handle in handles:
+            for handle in handles if not torch.compiler.is_compiling() else ():
                 handle.remove()
 
-        if inner is not module:  # `torch.compile(fullgraph=True)` traces no such hook: the order is that of the names
-            for name, part in inner.named_modules():
-                note(name, part)
-            return
         handles += [part.register_forward_pre_hook(partial(note, name)) for name, part in inner.named_modules()]
         handles.append(inner.register_forward_hook(end))
 
     def model_set_up(self, model: Prepared) -> None:
         self.models[self._next_prefix()] = model
+        for scaler in (self.runtime.loss_scaler, model.loss_scale):
+            if scaler is not None:  # Note [Loss scales]
+                scaler.load_state_dict({"scale": min(scaler.state_dict()["scale"], SCALE), "good_steps": 0})
         self.initial = self._weights()
 
     def optimizers_set_up(self, optimizers: Mapping[Optimizer, StateAccess]) -> None:
@@ -123,7 +128,9 @@ class Recorder(Check):
     def _read_gradients(self) -> None:
         """Read all gradients, and note the parameters that are not as the last step has left them. Ranks: all."""
         for prefix, model in self.models.items():
-            found = model.state.gradients(uncompiled(model.module))
+            inner = uncompiled(model.module)
+            self.layers |= {type(part).__name__ for part in inner.modules() if _reads_whole_batch(part)}
+            found = model.state.gradients(inner)
             self.gradients[prefix] = {prefix + name: sketch_of(gradient) for name, gradient in found}
         latest = self.steps[-1].weights if self.steps else self.initial
         for name, sketch in self._weights().items():
@@ -176,7 +183,7 @@ class Recorder(Check):
             num_shares=runtime.share.count,
             eps=torch.finfo(runtime.precision.compute_dtype).eps,
             initial=_first_of(initials),
-            order=list(dict.fromkeys(name for order in orders for name in order)),
+            order=list(dict.fromkeys(name for names in (*orders, *initials) for name in names)),
             layers=sorted(self.layers),
             steps=[*map(self._merged, zip(*all_steps, strict=False))],
             ended=ended,
@@ -222,6 +229,10 @@ def _first_of(mappings: Sequence[Mapping[str, Sketch]]) -> dict[str, Sketch]:
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def _reads_whole_batch(part: nn.Module) -> bool:
+    return isinstance(part, _BATCH_NORM) and part.training
 
 
 def _digest_of_rows(tensor: Tensor) -> int:

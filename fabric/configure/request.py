@@ -72,14 +72,17 @@ class Request:
         """
         written = {name: _READ[name](value, f"{name}={value!r}") for name, value in arguments.items() if name in _READ}
         options = options_in(environ)
-        record, explain = options.pop("record", None), options.pop("explain", None)
+        explain = options.pop("explain", None)
+        recorded = json.loads(str(options.pop("record", "{}")))  # the run is recorded, for `fabric verify`
         typed = {name: _READ[name](value, f"{_option(name)} {value}") for name, value in options.items()}
-        if record is not None:  # the command line says what is compared
+        if recorded:  # the command line says what is compared
+            if recorded["in_place_of"] is not None and isinstance(asked := written.get("strategy"), Strategy):
+                typed["strategy"] = asked.in_one_process()
             written = {name: value for name, value in written.items() if name not in typed}
         ours = OursEnvironment()
         if ours.detect(environ) and (world := ours.world(environ)).size > 1 and cls(**written).asks_for_one(world):
             # The other options are for the ranks, not for a separate world of one process inside a rank.
-            typed, record = {name: word for name, word in typed.items() if name in ("accelerator", "precision")}, None
+            typed, recorded = {name: word for name, word in typed.items() if name in ("accelerator", "precision")}, {}
         plugins = _several(arguments.get("plugins"))
         for plugin in plugins:
             if not isinstance(plugin, Precision | Environment | Check):
@@ -102,11 +105,11 @@ class Request:
         }
         sources.update({name: "command line" for name, word in typed.items() if word != "auto"})
         checks = [plugin for plugin in plugins if isinstance(plugin, Check)]
-        if record is not None:  # the run is recorded, for `fabric verify`
+        if recorded:
             from fabric.checks.verify_record import Recording
             from fabric.checks.verify_recorder import Recorder
 
-            checks.insert(0, Recorder(Recording(**json.loads(str(record))), merged.get("strategy", "auto")))
+            checks.insert(0, Recorder(Recording(**recorded), merged.get("strategy", "auto")))
         return cls(
             **merged,
             environment=_only([plugin for plugin in plugins if isinstance(plugin, Environment)]),

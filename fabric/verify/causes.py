@@ -44,8 +44,6 @@ def causes(reference: Record, run: Record, difference: Difference) -> Iterator[s
     step, other = reference.steps[difference.step - 1], run.steps[difference.step - 1]
     if step.learning_rates != other.learning_rates and difference.kind == "weight":
         yield _LEARNING_RATE.format(one=_rates(step), other=_rates(other))
-    if other.was_skipped and not step.was_skipped:
-        yield _SKIPPED
     if changed := sorted({name for rank in (*step.ranks, *other.ranks) for name in rank.changed}):
         yield _OUTSIDE.format(names=name_some(changed))
     reads_loader = any(rank.num_batches for rank in step.ranks)
@@ -93,9 +91,9 @@ _LEARNING_RATE = (
     "The learning rate is {other}, and {one} in one process: a schedule or a factor depends on `fabric.world_size`, on "
     "`len(loader)` before `setup_dataloaders`, or on a number of this rank."
 )
-_SKIPPED = (
-    "The loss scaler skipped this step: gradients overflowed in float16. Compare in `--precision bf16-mixed` or "
-    "`32-true`."
+SKIPPED = (
+    "The loss scaler skipped a step in one of the runs: gradients overflowed in float16. Compare in "
+    "`--precision bf16-mixed` or `32-true`."
 )
 _OTHER_SAMPLES = (
     "The ranks read other samples than one process: random augmentation draws other numbers on each rank, or an order "

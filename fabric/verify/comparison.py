@@ -21,6 +21,8 @@ UNITS = 64.0
 """Units of the last place by which a tensor may differ, relative to its norm; in half precision, 0.02 of the norm."""
 UNMEASURED = 1e-3
 """The relative tolerance without a second reference; in half precision, eight units of the last place."""
+FLOAT16 = 2.0**-10
+"""The rounding of the dtype in which gradients overflow."""
 
 Kind: TypeAlias = Literal["initial weight", "gradient", "weight"]
 Sketches: TypeAlias = Mapping[str, Sketch]
@@ -54,6 +56,8 @@ class Comparison:
     largest: float
     """The greatest relative difference of a tensor in the steps that were compared."""
     difference: Difference | None = None
+    skipped_by: str = ""
+    """The strategy under which alone the next step overflowed in float16: nothing is compared from there on."""
 
 
 def compare(reference: Record, permuted: Record | None, run: Record, tolerance: float | None) -> Comparison:
@@ -66,10 +70,13 @@ def compare(reference: Record, permuted: Record | None, run: Record, tolerance: 
     places = {name: place for place, name in enumerate(dict.fromkeys((*reference.order, *run.order)))}
     largest = 0.0
     for number in range(-1, min(len(reference.steps), len(run.steps))):
-        if number >= 0 and reference.steps[number].was_skipped and run.steps[number].was_skipped:
+        skips = [each for each in (reference, run) if number >= 0 and each.steps[number].was_skipped]
+        if len(skips) == 2:
             continue  # both overflowed in float16, and changed no weight
+        if skips and eps == FLOAT16:
+            return Comparison(num_compared=number, largest=largest, skipped_by=skips[0].strategy)
         spread = _spread(reference, permuted, number) if permuted is not None and is_measured else 0.0
-        if spread > (5e-3 if eps < 1e-4 else 2e-2):  # more than rounding
+        if not spread <= (5e-3 if eps < 1e-4 else 2e-2):  # more than rounding, or not finite
             return Comparison(num_compared=number, largest=largest)
         if is_measured:
             relative = MARGIN * spread + min(UNITS * eps, 0.02)

@@ -18,12 +18,14 @@ from typing import Any, TypeAlias
 
 from fabric.checks.verify_record import Record, Recording
 from fabric.checks.verify_recorder import Recorder
+from fabric.configure.options import OPTIONS
 from fabric.configure.run_options import ProgramId, as_variable
 from fabric.strategies.data.rng import preserved_rngs
-from fabric.verify.causes import causes, causes_of_chaos, ratio_in_words
+from fabric.strategies.strategy import Strategy
+from fabric.verify.causes import SKIPPED, causes, causes_of_chaos, ratio_in_words
 from fabric.verify.comparison import Comparison, compare, why_nothing
 
-REFERENCE: Mapping[str, Any] = {"strategy": "auto", "devices": 1, "num_nodes": 1, "launcher": "auto"}
+REFERENCE: Mapping[str, Any] = {"devices": 1, "num_nodes": 1, "launcher": "auto"}
 
 
 class ProgramError(ValueError):
@@ -91,7 +93,8 @@ class Verification:
                 return judge(known, None, run, self.tolerance)
             shares = run.num_shares
             one = {name: self.options[name] for name in self.options if name in ("accelerator", "precision")}
-            one |= REFERENCE
+            asked = self.options.get("strategy")
+            one |= {**REFERENCE, "strategy": asked.in_one_process() if isinstance(asked, Strategy) else "auto"}
             reference = record("in one process", one, in_place_of=shares)
             if shares > 1 and reference.samples_of_first_step == shares * run.samples_of_first_step > 0:
                 shares = 1  # the program divides its batches by `world_size`: one process reads global ones by itself
@@ -107,7 +110,7 @@ class Verification:
             path.unlink()
             return record
         refusal = said.rpartition("\n")[2].removeprefix("ValueError: ")
-        if refusal.startswith(("`strategy=", "`sanitize=", "`--")):  # `Fabric(...)` refuses an option
+        if refusal.startswith(("`--", *(f"`{name}=" for name in OPTIONS))):  # `Fabric(...)` refuses it
             raise ProgramError(refusal)
         without = "ended {} without a record: it launches no `Fabric`, or leaves before `fabric.close()`; it printed"
         raise ProgramError(f"The program {('failed {}' if code else without).format(words)}:\n{said}")
@@ -175,6 +178,9 @@ def judge(reference: Record, permuted: Record | None, run: Record, tolerance: fl
         )
         sentence = f"The runs part in {when}: the {difference.kind} of `{difference.name}` under {who} {how}."
         return verdict(sentence=sentence, causes=[*causes(reference, run, difference)])
+    skips = f"gradients overflowed in float16 under {found.skipped_by} alone"
+    if found.skipped_by and found.num_compared == 0:
+        return verdict(sentence=f"Nothing was compared: in step 1 {skips}.", causes=[SKIPPED])
     if permuted is not None and found.num_compared == 0:
         sentence = (
             "Nothing was compared: two runs of one process, with the samples of each batch in another order, part in "
@@ -188,7 +194,9 @@ def judge(reference: Record, permuted: Record | None, run: Record, tolerance: fl
         f"The numbers of {whose}: {who} is equal in {found.num_compared} step{'s' * (found.num_compared != 1)}, within "
         f"the rounding of this model (at most {found.largest:.1e} of a tensor's norm)."
     )
-    if found.num_compared < min(ours, theirs):
+    if found.skipped_by:
+        sentence += f" In step {found.num_compared + 1} {skips}: nothing is compared from there on."
+    elif found.num_compared < min(ours, theirs):
         sentence += " From then on two runs of one process part themselves: nothing is compared there."
     if run.ended == "program":
         sentence += " The program ended then, before the number of steps that was asked for."

@@ -26,7 +26,7 @@ from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_ran
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.clipping import clip_norm
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
-from fabric.strategies.model_parallel.pipeline.schedule import PipelineGradientSync
+from fabric.strategies.model_parallel.pipeline.schedule import PipelineGradientSync, run_whole
 from fabric.strategies.model_parallel.pipeline.split import assign, drop_other_stages, split_model
 from fabric.strategies.model_parallel.pipeline.state import PipelineState, WholeModel
 from fabric.strategies.module.deepcopy import IN_SHARDS, IN_STAGES, refuse_copies
@@ -44,6 +44,8 @@ from fabric.strategies.sharding.fully_shard import list_hidden_tensors_of_units,
 from fabric.strategies.sharding.mesh import COPIES, Degree, Parallelize, along, check_written, complete, parallelize
 from fabric.strategies.sharding.sharded_gradient_sync import MeshAveraging, ShardedGradientSync
 from fabric.strategies.sharding.sharded_state import ShardedState
+from fabric.strategies.single_device import SingleDeviceStrategy
+from fabric.strategies.strategy import Strategy
 from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.parameters import name_some
 from fabric.strategies.tensors.wrapper_subclass import frozen_wrapped
@@ -95,6 +97,9 @@ class ModelParallelStrategy(ProcessGroupStrategy):
         if self.pipeline is not None:
             always["bare_parameters"] = IN_MODULE
         return {**always, "gather_gradients": COPIES} if copies else always
+
+    def in_one_process(self) -> str | Strategy:
+        return "auto" if self.pipeline is None else SingleDeviceStrategy(run=partial(run_whole, self.pipeline))
 
     def layout(self, degrees: Mapping[str, int]) -> Layout:
         return replace(SHARDS, forward_communicates=degrees.get("shard", 1) > 1)

@@ -264,6 +264,13 @@ def _unchanged_buffers(stages: Sequence[Stage], *, infers_shapes: bool) -> Itera
             )
 
 
+def run_whole(options: Pipeline, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `forward` of `PipelineGradientSync` returns, in one process: without stages and micro-batches."""
+    batch = _read(function, args, kwargs)
+    outputs = function(*batch.args, **batch.kwargs)
+    return outputs if batch.target is None else options.loss_fn(outputs, batch.target)
+
+
 def _read(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Batch:
     """Separate the target from the inputs: by name, or as the last argument if forward has no such parameter."""
     parameters = inspect.signature(function).parameters

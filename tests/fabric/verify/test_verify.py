@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from fabric import Fabric
 from fabric.checks.verify_record import Record, Recording
 from fabric.checks.verify_recorder import Recorder
+from fabric.strategies import ModelParallelStrategy, Pipeline
 from fabric.testing import verify
 from fabric.verify.runs import ProgramError, _refuse_other_model, judge
 
@@ -184,6 +185,16 @@ def a_compiled_model(fabric: Fabric) -> None:
     list(steps(fabric, model, samples(), squares, num_workers=1))  # type: ignore[arg-type]
 
 
+def a_model_that_is_compiled_as_one_graph_after_setup(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    prepared, optimizer = set_up(fabric, mlp())
+    model = torch.compile(prepared, backend="aot_eager", fullgraph=True)
+    for batch in fabric.setup_dataloaders(DataLoader(samples(), 4)):
+        fabric.backward(squares(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def a_frozen_layer_and_optimizers_set_up_on_their_own(fabric: Fabric) -> None:
     torch.manual_seed(0)
     model = mlp()
@@ -239,13 +250,21 @@ def test_a_right_program_is_equal_to_one_process(program: Callable[..., None], s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_model_that_is_compiled_as_one_graph_is_compared_in_the_order_of_its_names(strategy: str) -> None:
+    verdict = verify(a_model_that_is_compiled_as_one_graph_after_setup, strategy=strategy, steps=3)
+    assert verdict.is_equal, verdict.sentence
+    assert verdict.run.order == ["0.weight", "0.bias", "3.weight", "3.bias"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_frozen_layer_and_an_optimizer_that_is_set_up_on_its_own_are_equal_to_one_process(strategy: str) -> None:
     verdict = verify(a_frozen_layer_and_optimizers_set_up_on_their_own, strategy=strategy, steps=4)
     assert verdict.is_equal, verdict.sentence
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true", "64-true"])
 def test_in_each_precision_a_right_program_is_equal_and_a_wrong_factor_is_found(precision: str) -> None:
     verdict = verify(a_plain_loop, steps=3, precision=precision)
     assert verdict.is_equal, verdict.sentence
@@ -253,11 +272,63 @@ def test_in_each_precision_a_right_program_is_equal_and_a_wrong_factor_is_found(
     assert "step 1: the gradient of `0.weight`" in verdict.sentence
 
 
+def skipping(record: Record, *steps: int) -> Record:
+    """The record, in which the loss scaler has skipped these steps."""
+    skipped = [replace(step, was_skipped=number in steps) for number, step in enumerate(record.steps, 1)]
+    return replace(record, steps=skipped, eps=2.0**-10)
+
+
+def test_steps_that_one_run_skips_in_float16_end_the_comparison_and_are_named(tmp_path: Path) -> None:
+    known = kept(tmp_path, a_plain_loop)
+    run = replace(skipping(known, 2), strategy="ddp", num_ranks=2)
+    verdict = judge(skipping(known), skipping(known), run, None)
+    assert verdict.is_equal
+    words = " In step 2 gradients overflowed in float16 under ddp alone: nothing is compared from there on."
+    assert verdict.sentence.startswith("The numbers of one process: ddp on 2 ranks is equal in 1 step, within")
+    assert verdict.sentence.endswith(words)
+    verdict = judge(skipping(known), skipping(known), replace(run, steps=skipping(known, 1).steps), None)
+    assert not verdict.is_equal
+    assert verdict.sentence == "Nothing was compared: in step 1 gradients overflowed in float16 under ddp alone."
+    assert verdict.causes[0].startswith("The loss scaler skipped a step in one of the runs")
+    assert judge(skipping(known, 1), skipping(known, 1), skipping(known, 1), None).comparison.num_compared == 2  # type: ignore[union-attr]
+
+
 @pytest.mark.slow
-def test_gradients_that_overflow_in_float16_on_the_ranks_alone_are_the_first_cause() -> None:
-    verdict = verify(a_plain_loop, steps=6, precision="16-mixed")
-    assert "part in step 2: the gradient of" in verdict.sentence
-    assert "gradients overflowed in float16" in verdict.causes[0]
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [("fsdp", "16-mixed"), ("ddp_fully_sharded", "16-mixed"), ("deepspeed_stage_2", "16-true")],
+)
+def test_a_right_program_in_float16_skips_no_step_that_one_process_takes(strategy: str, precision: str) -> None:
+    verdict = verify(a_plain_loop, strategy=strategy, steps=6, precision=precision)
+    assert verdict.is_equal, verdict.sentence
+    assert "equal in 6 steps" in verdict.sentence
+
+
+def half(model: nn.Sequential, stage: int, num_stages: int) -> nn.Module:
+    return model[:2] if stage == 0 else model[2:]
+
+
+def a_pipeline(fabric: Fabric, factor: int = 0) -> None:
+    torch.manual_seed(0)
+    model, optimizer = set_up(fabric, nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    for inputs, targets in fabric.setup_dataloaders(DataLoader(samples(), 8)):
+        fabric.backward(model(inputs, targets) * fabric.world_size**factor)
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            assert model(inputs).shape == targets.shape
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_equal_to_the_whole_model_in_one_process_and_a_wrong_factor_is_found() -> None:
+    pipeline = Pipeline(degree=2, schedule="1F1B", num_microbatches=4, split=half, loss_fn=mse)
+    strategy = ModelParallelStrategy(pipeline=pipeline)
+    verdict = verify(a_pipeline, strategy=strategy, steps=3)
+    assert verdict.is_equal, verdict.sentence
+    assert sorted(verdict.run.steps[0].gradients) == sorted(verdict.reference.steps[0].gradients)
+    verdict = verify(a_pipeline, 1, strategy=strategy, steps=1)
+    assert "in step 1: the gradient of `0.weight` under ModelParallelStrategy on 2 ranks is 2 times" in verdict.sentence
 
 
 def test_two_models_are_compared_in_the_order_of_forward(tmp_path: Path) -> None:
