@@ -69,7 +69,7 @@ class Strategy(ABC):
         alone."""
         return 1 if self.launchers == ("inline",) else num_devices
 
-    def in_one_process(self) -> str | Strategy:
+    def in_one_process(self) -> "str | Strategy":
         """The strategy of the reference of `fabric verify`: one process that computes what the program means."""
         return "auto"
 

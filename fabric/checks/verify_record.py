@@ -104,6 +104,7 @@ class Step:
     weights: Mapping[str, Sketch]
     """After the step."""
     ranks: Sequence[RankFacts] = ()
+    """One of the ranks that read the same samples."""
 
     @property
     def gradient_norm(self) -> float:
@@ -123,6 +124,8 @@ class Record:
     """The rounding of the dtype in which parameters are computed."""
     initial: Mapping[str, Sketch]
     """The weights before the first step."""
+    shapes: Mapping[str, Sequence[int] | None]
+    """Of the whole weights; None for other entries of a state dict."""
     order: Sequence[str]
     """The names of parameters, in the order in which forward uses them."""
     layers: Sequence[str]
@@ -132,10 +135,9 @@ class Record:
     """Why the record ends: "steps", or "program" if the program ended before."""
 
     @property
-    def samples_of_first_step(self) -> float:
-        """Of all shares; ranks that hold parts of one model read the same samples."""
-        ranks = self.steps[0].ranks if self.steps else ()
-        return sum(rank.num_samples for rank in ranks) * self.num_shares / self.num_ranks
+    def samples_of_first_step(self) -> int:
+        """The samples of all ranks."""
+        return sum(rank.num_samples for rank in self.steps[0].ranks) if self.steps else 0
 
     def save(self, path: Path) -> None:
         """Write the record, complete or not at all."""

@@ -55,6 +55,7 @@ class Recorder(Check):
         """By the prefix of their parameters' names."""
         self.num_optimizers = 0
         self.initial: dict[str, Sketch] = {}
+        self.shapes: dict[str, Sequence[int] | None] = {}
         self.order: dict[str, None] = {}
         self.layers: set[str] = set()
         self.steps: list[Step] = []
@@ -90,7 +91,10 @@ class Recorder(Check):
         handles.append(inner.register_forward_hook(end))
 
     def model_set_up(self, model: Prepared) -> None:
-        self.models[self._next_prefix()] = model
+        prefix = self._next_prefix()
+        self.models[prefix] = model
+        for name, shape in model.state.shapes(uncompiled(model.module)).items():
+            self.shapes[prefix + name] = shape and list(shape)
         for scaler in (self.runtime.loss_scaler, model.loss_scale):
             if scaler is not None:  # Note [Loss scales]
                 scaler.load_state_dict({"scale": min(scaler.state_dict()["scale"], SCALE), "good_steps": 0})
@@ -172,10 +176,11 @@ class Recorder(Check):
         """Ranks: all."""
         self.is_done = True
         runtime = self.runtime
-        of_ranks = runtime.collective.all_gather_object((self.steps, self.initial, self.order))
+        of_ranks = runtime.collective.all_gather_object((self.steps, self.initial, self.order, runtime.share.index))
         if not runtime.world.is_global_zero:
             return
-        all_steps, initials, orders = zip(*of_ranks, strict=True)
+        all_steps, initials, orders, shares = zip(*of_ranks, strict=True)
+        firsts = [shares.index(share) for share in range(runtime.share.count)]
         automatic = "ddp" if runtime.world.size > 1 else "single_device"
         Record(
             strategy=automatic if self.strategy == "auto" else self.strategy,
@@ -183,21 +188,25 @@ class Recorder(Check):
             num_shares=runtime.share.count,
             eps=torch.finfo(runtime.precision.compute_dtype).eps,
             initial=_first_of(initials),
+            shapes=self.shapes,
             order=list(dict.fromkeys(name for names in (*orders, *initials) for name in names)),
             layers=sorted(self.layers),
-            steps=[*map(self._merged, zip(*all_steps, strict=False))],
+            steps=[self._merged(steps, firsts) for steps in zip(*all_steps, strict=False)],
             ended=ended,
         ).save(Path(self.recording.path))
 
-    def _merged(self, steps: Sequence[Step]) -> Step:
-        """One step of all ranks. Ranks that hold parts of one model have one loss, and each may lack tensors."""
+    def _merged(self, steps: Sequence[Step], firsts: Sequence[int]) -> Step:
+        """One step of all ranks. Ranks that hold parts of one model have one loss, and each may lack tensors.
+
+        `firsts`: the first rank of those that read the same samples.
+        """
         mean = sum(step.loss for step in steps) / len(steps)
         return replace(
             steps[0],
             loss=mean * self.runtime.share.count if steps[0].is_weighted else mean,
             gradients=_first_of([step.gradients for step in steps]),
             weights=_first_of([step.weights for step in steps]),
-            ranks=[step.ranks[0] for step in steps],
+            ranks=[steps[first].ranks[0] for first in firsts],
         )
 
     def _next_prefix(self) -> str:

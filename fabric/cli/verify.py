@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import signal
+import sys
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -21,6 +23,7 @@ def verify(parsed: argparse.Namespace) -> int:
 
     Raises: ValueError: an option is wrong, there is no such script, or the program failed in a run.
     """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the run, and removes its record
     program = program_of(parsed.script, parsed.script_arguments, is_module=parsed.module)
     verification = Verification(
         start=partial(start_program, os.environ, program),

@@ -21,10 +21,14 @@ def ratio_in_words(run: Record, difference: Difference) -> str:
     factor = factor_of(difference.reference, difference.run)
     if factor is None or _is_near(factor, 1):
         return ""
-    if _is_near(factor, run.num_shares):
-        return f"{run.num_shares} times (the number of ranks)"
-    if _is_near(factor, 1 / run.num_shares):
-        return f"1/{run.num_shares} times (one over the number of ranks)"
+    for number, words in (
+        (run.num_ranks, "number of ranks"),
+        (run.num_shares, "number of ranks with data of their own"),
+    ):
+        if _is_near(factor, number):
+            return f"{number} times (the {words})"
+        if _is_near(factor, 1 / number):
+            return f"1/{number} times (one over the {words})"
     for counts in _counts(run.steps[max(difference.step, 1) - 1].ranks):
         for one, other in permutations((*counts, sum(counts)), 2):
             if other and _is_near(factor, one / other):
@@ -61,7 +65,7 @@ def causes(reference: Record, run: Record, difference: Difference) -> Iterator[s
     if any(rank.draws for rank in (*step.ranks, *other.ranks)):
         yield _DRAWS
     if "the number of ranks" in ratio_in_words(run, difference):
-        yield _FACTOR.format(ranks=run.num_shares)
+        yield _FACTOR.format(ranks=run.num_ranks)
 
 
 def _counts(ranks: Sequence[RankFacts]) -> Iterator[list[int]]:

@@ -20,6 +20,7 @@ from fabric.checks.verify_record import Record, Recording
 from fabric.checks.verify_recorder import Recorder
 from fabric.configure.options import OPTIONS
 from fabric.configure.run_options import ProgramId, as_variable
+from fabric.launchers.process.os_process import die_with_parent
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.strategy import Strategy
 from fabric.verify.causes import SKIPPED, causes, causes_of_chaos, ratio_in_words
@@ -128,6 +129,7 @@ def start_program(
             **environ,
             **as_variable({**words, "record": json.dumps(asdict(recording))}, program),
         },
+        preexec_fn=partial(die_with_parent, os.getpid()),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -209,8 +211,10 @@ def ranks_in_words(number: int) -> str:
 
 
 def _refuse_other_model(reference: Record, run: Record, path: str) -> None:
-    alone = run.initial.keys() ^ reference.initial.keys()
-    other = next((name for name in (*run.initial, *reference.initial) if name in alone), None)
+    ours, theirs = run.shapes, reference.shapes
+    other = next((name for name in (*ours, *theirs) if ours.get(name) != theirs.get(name)), None)
     if other is not None:
-        where = "this program" if other in run.initial else f"`{path}`"
-        raise ValueError(f"`{path}` is the record of another model: `{other}` is in {where} alone. Record it again.")
+        raise ValueError(
+            f"`{path}` is the record of another model: the shape of `{other}` is {ours.get(other, 'unknown')} in this "
+            f"program, and {theirs.get(other, 'unknown')} in the record. Record it again."
+        )
