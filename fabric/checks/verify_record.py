@@ -139,6 +139,12 @@ class Record:
         """The samples of all ranks."""
         return sum(rank.num_samples for rank in self.steps[0].ranks) if self.steps else 0
 
+    def tensors(self, number: int) -> list[tuple[str, Mapping[str, Sketch]]]:
+        """The tensors of a step from 0, in the order in which they are compared; -1: before the first step."""
+        if number < 0:
+            return [("initial weight", self.initial)]
+        return [("gradient", self.steps[number].gradients), ("weight", self.steps[number].weights)]
+
     def save(self, path: Path) -> None:
         """Write the record, complete or not at all."""
         content = {"format": FORMAT, **asdict(self)}

@@ -57,6 +57,8 @@ class Recorder(Check):
         self.initial: dict[str, Sketch] = {}
         self.shapes: dict[str, Sequence[int] | None] = {}
         self.order: dict[str, None] = {}
+        self.hooks: list[RemovableHandle] = []
+        """Which note the order, until the first backward."""
         self.layers: set[str] = set()
         self.steps: list[Step] = []
         self.now = RankFacts()
@@ -76,25 +78,19 @@ class Recorder(Check):
                 part.p = 0.0
             if isinstance(part, nn.MultiheadAttention | nn.RNNBase):
                 part.dropout = 0.0
-        handles: list[RemovableHandle] = []
+        noted = inner.named_modules()
+        self.hooks += [part.register_forward_pre_hook(partial(self._note, prefix, name)) for name, part in noted]
 
-        def note(name: str, part: nn.Module, *_: Any) -> None:
-            if not torch.compiler.is_compiling():  # a compiled model's order is that of the names in the module
-                for each in dict(part.named_parameters(recurse=False)):
-                    self.order.setdefault(prefix + (f"{name}.{each}" if name else each))
-
-        def end(*_: Any) -> None:
-            for handle in handles if not torch.compiler.is_compiling() else ():
-                handle.remove()
-
-        handles += [part.register_forward_pre_hook(partial(note, name)) for name, part in inner.named_modules()]
-        handles.append(inner.register_forward_hook(end))
+    def _note(self, prefix: str, name: str, part: nn.Module, inputs: Any) -> None:
+        if not torch.compiler.is_compiling():  # the order of a compiled model is that of the names in the module
+            for each in dict(part.named_parameters(recurse=False)):
+                self.order.setdefault(prefix + (f"{name}.{each}" if name else each))
 
     def model_set_up(self, model: Prepared) -> None:
         prefix = self._next_prefix()
         self.models[prefix] = model
         for name, shape in model.state.shapes(uncompiled(model.module)).items():
-            self.shapes[prefix + name] = shape and list(shape)
+            self.shapes[prefix + name] = shape
         for scaler in (self.runtime.loss_scaler, model.loss_scale):
             if scaler is not None:  # Note [Loss scales]
                 scaler.load_state_dict({"scale": min(scaler.state_dict()["scale"], SCALE), "good_steps": 0})
@@ -131,9 +127,12 @@ class Recorder(Check):
 
     def _read_gradients(self) -> None:
         """Read all gradients, and note the parameters that are not as the last step has left them. Ranks: all."""
+        while self.hooks:
+            self.hooks.pop().remove()
         for prefix, model in self.models.items():
             inner = uncompiled(model.module)
-            self.layers |= {type(part).__name__ for part in inner.modules() if _reads_whole_batch(part)}
+            in_training = (part for part in inner.modules() if part.training)
+            self.layers |= {type(part).__name__ for part in in_training if isinstance(part, _BATCH_NORM)}
             found = model.state.gradients(inner)
             self.gradients[prefix] = {prefix + name: sketch_of(gradient) for name, gradient in found}
         latest = self.steps[-1].weights if self.steps else self.initial
@@ -238,10 +237,6 @@ def _first_of(mappings: Sequence[Mapping[str, Sketch]]) -> dict[str, Sketch]:
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-def _reads_whole_batch(part: nn.Module) -> bool:
-    return isinstance(part, _BATCH_NORM) and part.training
 
 
 def _digest_of_rows(tensor: Tensor) -> int:

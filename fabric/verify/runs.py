@@ -86,22 +86,22 @@ class Verification:
                 run = record("as asked", self.options)  # the sanitizer reads no steps that XLA records
             if save is not None:
                 run.save(Path(save))
+            permuted = None
             if known is not None:
                 _refuse_other_model(known, run, str(against))
             elif against is not None:
                 known = record(f"under {against}", {**self.options, "strategy": against})
-            if known is not None:
-                return judge(known, None, run, self.tolerance)
-            shares = run.num_shares
-            one = {name: self.options[name] for name in self.options if name in ("accelerator", "precision")}
-            asked = self.options.get("strategy")
-            one |= {**REFERENCE, "strategy": asked.in_one_process() if isinstance(asked, Strategy) else "auto"}
-            reference = record("in one process", one, in_place_of=shares)
-            if shares > 1 and reference.samples_of_first_step == shares * run.samples_of_first_step > 0:
-                shares = 1  # the program divides its batches by `world_size`: one process reads global ones by itself
-                reference = record("in one process", one, in_place_of=shares)
-            permuted = record("in one process, permuted", one, in_place_of=shares, permuted=True)
-        return judge(reference, permuted, run, self.tolerance)
+            else:
+                shares, asked = run.num_shares, self.options.get("strategy")
+                one = {name: self.options[name] for name in self.options if name in ("accelerator", "precision")}
+                one |= {**REFERENCE, "strategy": asked.in_one_process() if isinstance(asked, Strategy) else "auto"}
+                known = record("in one process", one, in_place_of=shares)
+                if shares > 1 and known.samples_of_first_step == shares * run.samples_of_first_step > 0:
+                    shares = 1  # the program divides its batches by `world_size`: one process reads global ones itself
+                    known = record("in one process", one, in_place_of=shares)
+                if self.tolerance is None:
+                    permuted = record("in one process, permuted", one, in_place_of=shares, permuted=True)
+        return judge(known, permuted, run, self.tolerance)
 
     def _record(self, path: Path, words: str, options: Options, **recorded: Any) -> Record:
         recording = Recording(path=str(path), num_steps=self.num_steps, keeps_dropout=self.keeps_dropout, **recorded)
@@ -121,14 +121,10 @@ def start_program(
     environ: Mapping[str, str], program: ProgramId, options: Options, recording: Recording
 ) -> tuple[int, str]:
     """Run a program as `fabric run` does, in a process of its own."""
-    words = {name: str(value) for name, value in options.items()}
+    words = {name: str(value) for name, value in options.items()} | {"record": json.dumps(asdict(recording))}
     ended = subprocess.run(
         [sys.executable, *program.arguments],
-        env={
-            "PYTHONHASHSEED": "0",
-            **environ,
-            **as_variable({**words, "record": json.dumps(asdict(recording))}, program),
-        },
+        env={"PYTHONHASHSEED": "0", **environ, **as_variable(words, program)},
         preexec_fn=partial(die_with_parent, os.getpid()),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -160,10 +156,7 @@ def _run(fabric: Any, function: Callable[..., object], args: Sequence[object]) -
 def judge(reference: Record, permuted: Record | None, run: Record, tolerance: float | None) -> Verdict:
     """Compare the records, and say in one sentence what was found."""
     verdict = partial(Verdict, reference=reference, run=run)
-    who, whose = (
-        f"{run.strategy} on {ranks_in_words(run.num_ranks)}",
-        f"{reference.strategy} on {ranks_in_words(reference.num_ranks)}",
-    )
+    who, whose = (f"{each.strategy} on {ranks_in_words(each.num_ranks)}" for each in (run, reference))
     whose = "one process" if reference.num_ranks == 1 else whose
     for record, words in ((run, "as asked"), (reference, "in the reference")):
         if reason := why_nothing(record):
@@ -173,22 +166,17 @@ def judge(reference: Record, permuted: Record | None, run: Record, tolerance: fl
     if (difference := found.difference) is not None:
         when = f"step {difference.step}" if difference.step else "the start"
         ratio = ratio_in_words(run, difference)
-        how = (
-            f"is {ratio} that of {whose}"
-            if ratio
-            else f"differs from that of {whose} by {difference.relative:.2g} of its norm"
-        )
-        sentence = f"The runs part in {when}: the {difference.kind} of `{difference.name}` under {who} {how}."
+        how = f"is {ratio} that" if ratio else f"differs by {difference.relative:.2g} of its norm from that"
+        what = f"the {difference.kind} of `{difference.name}`"
+        sentence = f"The runs part in {when}: {what} under {who} {how} of {whose}."
         return verdict(sentence=sentence, causes=[*causes(reference, run, difference)])
     skips = f"gradients overflowed in float16 under {found.skipped_by} alone"
-    if found.skipped_by and found.num_compared == 0:
-        return verdict(sentence=f"Nothing was compared: in step 1 {skips}.", causes=[SKIPPED])
-    if permuted is not None and found.num_compared == 0:
-        sentence = (
-            "Nothing was compared: two runs of one process, with the samples of each batch in another order, part in "
-            "the first step already."
-        )
-        return verdict(sentence=sentence, causes=causes_of_chaos(reference.steps[0], permuted.steps[0]))
+    if found.num_compared == 0:
+        words, why = f"in step 1 {skips}", [SKIPPED]
+        if not found.skipped_by:
+            words = "two runs of one process, with the samples of each batch in another order, part in step 1 already"
+            why = causes_of_chaos(reference.steps[0], (permuted or reference).steps[0])
+        return verdict(sentence=f"Nothing was compared: {words}.", causes=why)
     ours, theirs = len(run.steps), len(reference.steps)
     if ours != theirs and (run if ours < theirs else reference).ended == "program":
         return verdict(sentence=f"The program takes {ours} steps under {who}, and {theirs} in {whose}.")
