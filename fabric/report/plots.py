@@ -35,8 +35,9 @@ _MEMORY = [f"monitor/{where}_memory{which}_bytes" for where in ("device", "host"
 _OF_THE_MONITOR: tuple[tuple[str, str, Sequence[str], str | None], ...] = (
     ("Loss and learning rate", "loss", ("monitor/loss",), "monitor/learning_rate"),
     ("Norm of the gradient", "norm", ("monitor/gradient_norm",), None),
-    ("Samples a second", "samples/s", ("monitor/samples_per_second",), "monitor/mfu"),
+    ("Samples a second", "samples/s", ("monitor/samples_per_second",), None),
     ("Tokens a second", "tokens/s", ("monitor/tokens_per_second",), None),
+    ("Model FLOPs utilization", "MFU, %", ("monitor/mfu",), None),
     ("Seconds a step", "s", ("monitor/step_seconds",), None),
     ("Memory, greatest of all ranks", "GiB", _MEMORY, None),
 )

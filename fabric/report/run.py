@@ -77,7 +77,7 @@ def read(folder: Path) -> Run:
         doctor=described.get("doctor", {}),
         failures=tuple(_failures(folder / FAILURES)),
         traces=tuple(filter(None, (_json(file, notes) for file in sorted(folder.glob("trace-*.summary.json"))))),
-        checkpoints=tuple(_checkpoints(folder)),
+        checkpoints=tuple(_checkpoints(folder, lines)),
         notes=notes,
     )
     if not (run.lines or run.series or run.settings or run.failures or run.traces or run.checkpoints or notes):
@@ -147,14 +147,15 @@ def _failures(file: Path) -> Iterator[tuple[float, str]]:
             yield time.mktime(time.strptime(date, "%Y-%m-%d %H:%M:%S")), message.strip()
 
 
-def _checkpoints(folder: Path) -> Iterator[Line]:
-    """Complete checkpoints, oldest first."""
+def _checkpoints(folder: Path, lines: Sequence[Line]) -> Iterator[Line]:
+    """Complete checkpoints, oldest first. Steps are in their names, or what the monitor has seen."""
+    saved = {Path(line["path"]).name: line["step"] for line in lines if line["kind"] == "save"}
     for file in sorted(_within(folder, MANIFEST), key=lambda file: file.stat().st_mtime):
         if b"torchfabric checkpoint" not in file.read_bytes():  # of another program
             continue
         name = Name.parse(file.parent.name)
         bytes_ = sum(part.stat().st_size for part in file.parent.iterdir())
-        step, metric = (name.step, name.metric) if name is not None else (None, None)
+        step, metric = (name.step, name.metric) if name is not None else (saved.get(file.parent.name), None)
         path = str(file.parent.relative_to(folder))
         yield {"path": path, "step": step, "metric": metric, "bytes": bytes_, "time": file.stat().st_mtime}
 

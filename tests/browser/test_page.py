@@ -103,6 +103,8 @@ def whole(folder: Path, **settings: str) -> Path:
     saved = folder / "checkpoints" / "000001-step-390-metric-0.25"
     saved.mkdir(parents=True)
     (saved / "manifest.json").write_text('"torchfabric checkpoint"')
+    (folder / "checkpoint").mkdir()
+    (folder / "checkpoint" / "manifest.json").write_text('"torchfabric checkpoint"')
     rank = {"host": "a", "seconds": 0.2, "compute_seconds": 0.1, "collective_seconds": 0.05, "num_collectives": 4}
     ranks = [{"rank": number, **rank, "overlapped_seconds": 0.03, "exposed_seconds": 0.02} for number in (0, 1)]
     (folder / "trace-10-11.summary.json").write_text(
@@ -141,6 +143,7 @@ def test_the_page_of_a_run_in_light_in_dark_and_in_print(tmp_path: Path, capsys:
             "Loss and learning rate",
             "Norm of the gradient",
             "Samples a second",
+            "Model FLOPs utilization",
             "Seconds a step",
             "Memory, greatest of all ranks",
             "Where the time of a step goes",
@@ -164,11 +167,12 @@ def test_the_page_of_a_run_in_light_in_dark_and_in_print(tmp_path: Path, capsys:
             "restart\t2 ranks after step 380",
             "failure\trank 1 of 2 failed first: ValueError: boom <b>",
             "checkpoints/000001-step-390-metric-0.25\t390\t0.25\t24\t",
+            "checkpoint\t390\t\t24\t",
             "Unsupported: unused.",
         ):
             assert words in text, words
         assert "bucket_bytes" not in text  # folded away, as all defaults are
-        assert page.run('document.querySelectorAll("svg").length') == 7
+        assert page.run('document.querySelectorAll("svg").length') == 8
         # Each plot is as wide as the page, and is drawn: a curve has a length.
         assert (
             page.run(
@@ -255,5 +259,6 @@ def test_a_run_without_a_monitor_shows_what_there_is(tmp_path: Path, capsys: pyt
     ]
     with browser(tmp_path) as page:
         text = shown(page, folder / "report.html")
-        assert page.run('[...document.querySelectorAll("figcaption")].map(each => each.textContent)') == ["train_loss"]
+        titles = page.run('[...document.querySelectorAll("figcaption")].map(each => each.textContent)')
+        assert titles == ["Model FLOPs utilization", "train_loss"]  # a logger has the monitor's numbers, too
         assert all(line.partition(": ")[2] in text for line in warned)
