@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fabric.strategies.checkpoint.errors import CheckpointError as CheckpointError
     from fabric.strategies.checkpoint.read_and_verify import read_checkpoint as read_checkpoint
     from fabric.strategies.collectives.collective import CollectiveError as CollectiveError
+    from fabric.strategies.data.token_batches import token_batches as token_batches
 
 _HOME = {
     "CSVLogger": "fabric.output.csv_logger",
@@ -38,6 +39,7 @@ _HOME = {
     "consolidate": "fabric.strategies.checkpoint.consolidate",
     "read_checkpoint": "fabric.strategies.checkpoint.read_and_verify",
     "seed_everything": "fabric.loop.seed",
+    "token_batches": "fabric.strategies.data.token_batches",
 }
 
 __all__ = [*_HOME]

@@ -518,6 +518,24 @@ class Fabric(Output):
         is_alike = layout.weights != "any"
         return gathered(inner, model, self.collective, is_alike=is_alike, write=write)
 
+    def find_batch_size(self, function: Callable[[int], object], *, start: int = 1, most: int = 2**16) -> int:
+        """The largest batch size up to `most` with which `function(batch_size)` fits into memory on every rank.
+
+            def run(batch_size):
+                fabric.backward(model(torch.zeros(batch_size, 512, dtype=torch.long, device=fabric.device)).mean())
+
+            batch_size = fabric.find_batch_size(run, start=8)
+
+        The size doubles from `start` on, and is then halved in. Gradients are not synchronised, and all is given back:
+        memory, gradients, buffers, generators, and positions of loaders are as before. A step raises.
+        Ranks: all. Raises: OutOfMemoryError: batch size 1 does not fit; ValueError: forward or backward sends messages,
+        as with weights in shards; and every error of the function that is not of memory.
+        """
+        from fabric.loop.batch_size import find_batch_size
+
+        session = self._connected
+        return find_batch_size(function, session.objects, session.accumulation, session.runtime, start, most)
+
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Context: forward and backward of `module` do not synchronise gradients. For gradient accumulation: run the
         last micro-batch outside of it, or with `enabled=False`."""

@@ -17,7 +17,7 @@ from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Target
 from fabric.strategies.collectives.single import SingleDeviceCollective
 from fabric.strategies.gradients.sync import LocalGradientSync
-from fabric.strategies.module.activation_checkpointing import rebind_copies
+from fabric.strategies.module.activation_offload import rebind_copies
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared, place, replica
 from fabric.strategies.runtime import Runtime, open_runtime

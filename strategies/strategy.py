@@ -37,6 +37,8 @@ class Strategy(ABC):
     Args:
         activation_checkpointing_policy: Submodules whose activations are recomputed in backward instead of stored:
             "blocks" (`blocks_of(model)`), classes, or a function of a module.
+        activation_offload: Submodules whose activations wait for backward in pinned host memory, as those above; with
+            both, what is recomputed from does.
     """
 
     marks_steps: ClassVar[bool] = False
@@ -46,6 +48,7 @@ class Strategy(ABC):
     fills_from_rank_zero: ClassVar[bool] = False
     """Whether a model may be on the meta device on all ranks but rank 0."""
     activation_checkpointing_policy: Policy | None = None
+    activation_offload: Policy | None = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Append the options of the class above to `Args:` of the docstring, so that `help()` explains them, too."""

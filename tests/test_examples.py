@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import signal
@@ -49,6 +50,16 @@ def run_program(*words: str, cwd: Path, expect: int = 0, timeout: float = 110) -
 
 def two(example: str) -> list[str]:
     return [str(EXAMPLES / example), "--accelerator", "cpu", "--devices", "2"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rollout_engine_in_another_job_generates_with_the_weights(strategy: str, tmp_path: Path) -> None:
+    output = run_program(*two("rollout.py"), "--strategy", strategy, "--steps", "30", cwd=tmp_path)
+    assert float(re.findall(r"step 30: mean reward (\d\.\d\d)", output)[0]) > 0.9, output
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 3
+    assert "head.weight" not in index, "a tied weight is there once"
+    assert {each.name for each in tmp_path.glob("*.safetensors")} == set(index.values())
 
 
 def test_digits_are_read_in_two_processes(tmp_path: Path) -> None:

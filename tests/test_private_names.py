@@ -42,6 +42,7 @@ STABLE: Names = {
     "torch:Tensor": {
         "_version": "whether a tensor was written to; PyTorch's documentation names it, and offers nothing else",
         "_backward_hooks _post_accumulate_grad_hooks": "whether a parameter that is replaced by a shard has hooks",
+        "_base": "whether a saved tensor is a view of a parameter",
         "_is_view": "whether a gradient shares memory with another",
         "_make_wrapper_subclass _make_subclass": "how torch's own subclasses of Tensor are made",
     },

@@ -190,6 +190,12 @@ def accelerator_against_the_precision(accelerator: Accelerator, precision: Preci
 def accelerator_against_the_strategy(accelerator: Accelerator, strategy: Strategy, word: str) -> str | None:
     """A device that needs steps to be marked, with a strategy that marks none; an option that torch does not support on
     this device."""
+    if strategy.activation_offload is not None and (accelerator.name in ("cpu", "mps") or accelerator.is_recorded):
+        return (
+            f"`activation_offload` with `accelerator={accelerator.name!r}`: activations move to pinned host memory "
+            "from a device that torch drives with streams, such as CUDA. Leave it out here; "
+            "`activation_checkpointing_policy` saves memory on every device."
+        )
     if not accelerator.is_recorded:
         return None
     if strategy.activation_checkpointing_policy is not None:

@@ -127,6 +127,10 @@ class SetUp:
             refuse_different_models(runtime, module, fills_from_rank_zero=strategy.fills_from_rank_zero)
         with ExitStack() as stack:  # restores the module if the strategy raises
             stack.callback(recompute(uncompiled(module), strategy.activation_checkpointing_policy))
+            if strategy.activation_offload is not None:
+                from fabric.strategies.module.activation_offload import offload
+
+                stack.callback(offload(uncompiled(module), strategy.activation_offload))
             before = list(uncompiled(module).parameters())
             prepared = strategy.setup(runtime, module, optimizers, move)
             attached = stack.pop_all()

@@ -55,6 +55,12 @@ class Cursor:
         """At the same sample, for steps of another number of samples."""
         return replace(self, start=self.samples, batches=0)
 
+    def in_other_rounds(self, num_ranks: int) -> "Cursor":
+        """At the same batch of a stream of batches, of which `num_ranks` ranks have read one each; `start` has their
+        number."""
+        start = self.start + self.batches * num_ranks
+        return replace(self, start=start, batches=0, samples=max(self.samples, start))
+
     def in_same_loader(self) -> "Cursor":
         """At the same sample, for a loader that resumes at its own position and is counted from there."""
         return replace(self, start=self.samples, first=())

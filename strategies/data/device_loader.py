@@ -325,6 +325,8 @@ class DeviceLoader:
         if self._reading.index is not None and self._reading.position is None:
             return at.in_other_steps()
         if saved["step"] != here["step"]:
+            if self._reading.stream is not None and self._reading.stream.resumes_by_batch(self._loader):
+                return at.in_other_rounds(saved["ranks"] or 1)
             raise ValueError(
                 f"The checkpoint has the position of a loader that read {saved['step']} samples per step on "
                 f"{saved['ranks']} ranks, and this `{name}` reads {here['step']} on {here['ranks']}. A stream resumes "

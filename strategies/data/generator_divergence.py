@@ -8,7 +8,8 @@ and its index. Seeds of the program remain if they differ by rank or are set aft
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -42,6 +43,13 @@ class GeneratorDivergence:
         if share.index:
             found = zip(states.items(), equal, strict=True)
             self._states |= {name: state for (name, state), is_equal in found if is_equal and state}
+
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Context: if the generators diverge within, and their states are restored after it, they diverge again."""
+        states = self._states
+        yield
+        self._states = states
 
     def diverge(self, share: Share) -> None:
         """Seed the generators that `compare` found. If the program has seeded torch's since, skip moved ones."""

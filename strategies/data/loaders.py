@@ -20,9 +20,10 @@ from fabric.strategies.data.context import ALONE, LoaderContext
 from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch, own_position
 from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.joined import JoinedBatches, JoinedStream, of_all_shares
-from fabric.strategies.data.partition import Cut, Joined, RoundRobinCut, SampleCut, length_of
+from fabric.strategies.data.partition import BatchCut, Cut, Joined, RoundRobinCut, SampleCut, length_of
 from fabric.strategies.data.presplit import parts_of, split_of
 from fabric.strategies.data.rng import own_rngs, process_rngs, read_all, torch_rng, write_all
+from fabric.strategies.data.token_batches import TokenStream
 from fabric.strategies.data.transfer import one_ahead, one_by_one
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart, advice
@@ -251,7 +252,8 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], conte
                 context.report(_SPLITS_ITSELF.format(name=name))
                 return replace(_own(loader, context), agreement=_equal_batches(loader, name, context, exact=False))
         context.report(part)
-    cut: Cut = RoundRobinCut(share=share, uneven=uneven)
+    is_filled = isinstance(dataset, TokenStream)
+    cut: Cut = BatchCut(share=share, uneven=uneven) if is_filled else RoundRobinCut(share=share, uneven=uneven)
     if batch_size is not None:
         cut = SampleCut(share=context.first_share, uneven=uneven, batch_size=batch_size, drop_last=loader.drop_last)
         cut = of_all_shares(cut, joined)

@@ -235,8 +235,8 @@ class PreparedStream(IterableDataset[Any]):
         self, dataset: Iterable[Any], cut: Cut | None, *, order: Order | None = None, is_reseeded: bool = False
     ) -> None:
         self.dataset, self.cut, self.order, self.is_reseeded = dataset, cut, order, is_reseeded
-        self.seed = torch.zeros((), dtype=torch.int64)
-        """Of the epoch that workers begin next."""
+        self.seed, self.start = torch.zeros(2, dtype=torch.int64).unbind()
+        """Of the epoch that workers begin next, and the items before its first one, which another run has read."""
         if is_reseeded:
             self.seed.share_memory_()  # type: ignore[no-untyped-call]
 
@@ -247,9 +247,10 @@ class PreparedStream(IterableDataset[Any]):
         if self.cut is None:
             return iter(self.dataset)
         if self.order is None:
-            return (part.batch for part in self.cut(once(iter(self.dataset))))
-        items = self.order.begin().draw(self.dataset, self.cut.reads, most_steps=1, eager=True)
-        return (part.batch for part in self.cut(items))
+            return (part.batch for part in self.cut(islice(once(iter(self.dataset)), int(self.start), None)))
+        epoch = self.order.begin()
+        items = epoch.draw(self.dataset, self.cut.reads, most_steps=1, eager=True)
+        return (part.batch for part in self.cut(islice(items, epoch.begun_at.start, None)))
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -258,5 +259,10 @@ class PreparedStream(IterableDataset[Any]):
         """Called in the process that iterates, not in a worker, before torch draws the seed of the workers."""
         if self.order is None:
             epoch.rngs.begin()
+        self.start.fill_(epoch.begun_at.start)
         if self.is_reseeded:
             self.seed.fill_(mix("stream", epoch.seed, epoch.number))
+
+    def resumes_by_batch(self, loader: Any) -> bool:
+        """Whether any number of ranks resumes an epoch: if whole batches are distributed, and one worker reads them."""
+        return isinstance(self.cut, BatchCut) and loader.num_workers <= 1

@@ -31,22 +31,11 @@ def recompute(module: nn.Module, policy: Policy | None) -> Callable[[], None]:
             f"`activation_checkpointing_policy='blocks'`: `{type(module).__name__}` has no blocks, several modules of "
             "one class in a `ModuleList` or `Sequential` that hold its parameters. Name classes of its submodules."
         )
-    return undo_all(replace_attributes(part, forward=_Recomputed(part, part.forward)) for part in parts)
-
-
-def rebind_copies(module: nn.Module) -> None:
-    """Rebind the recomputation to `module`, for replicas that share attributes with their original (`DataParallel`).
-
-    Otherwise the replicas would compute with the parameters of the original.
-    """
-    for part in module.modules():
-        forward = vars(part).get("forward")
-        if isinstance(forward, _Recomputed):
-            object.__setattr__(part, "forward", forward.of(part))
+    return undo_all(replace_attributes(part, forward=Recomputed(part, part.forward)) for part in parts)
 
 
 @final
-class _Recomputed:
+class Recomputed:
     """A submodule's forward, recomputed in backward."""
 
     def __init__(self, part: nn.Module, function: Callable[..., Any]) -> None:
@@ -67,10 +56,10 @@ class _Recomputed:
         contexts = functools.partial(_contexts, self._part)
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    def of(self, part: nn.Module) -> "_Recomputed":
+    def of(self, part: nn.Module) -> "Recomputed":
         """The same for `part`, a copy of the submodule."""
         function = getattr(self._function, "__func__", None)
-        return self if part is self._part or function is None else _Recomputed(part, function.__get__(part))
+        return self if part is self._part or function is None else Recomputed(part, function.__get__(part))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._part, "forward")  # unpickled in a copy, whose class has the plain method

@@ -26,7 +26,8 @@ from fabric.strategies import (
     Strategy,
 )
 from fabric.strategies.accelerators.xla import XLAAccelerator
-from fabric.strategies.module.activation_checkpointing import rebind_copies, recompute
+from fabric.strategies.module.activation_checkpointing import recompute
+from fabric.strategies.module.activation_offload import rebind_copies
 from fabric.strategies.strategy_names import make_strategy
 
 WIDTH = 8

@@ -1,0 +1,131 @@
+"""The largest batch size that fits, agreed by all ranks, and everything as before."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from devices import ACCELERATOR
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader, TensorDataset
+from worlds import run_world
+
+from fabric import Fabric
+from fabric.launchers.world import World
+
+
+def state_of(fabric: Fabric, model: Any, optimizer: Any, loader: Any) -> Any:
+    return {
+        "model": {name: each.clone() for name, each in model.state_dict().items()},
+        "gradients": [each.grad if each.grad is None else id(each.grad) for each in model.parameters()],
+        "optimizer": str(fabric.state_dict(model, optimizer, all_ranks=True)[1]),
+        "generators": (torch.get_rng_state().tolist(), random.getstate()),
+        "loader": loader.state_dict(),
+        "steps": fabric.num_steps,
+    }
+
+
+def find(world: World, strategy: str) -> Any:
+    """Within an accumulation window of a loop, with a limit of memory of our own on each rank."""
+    with Fabric(accelerator="cpu", strategy=strategy, devices=world.size) as fabric:
+        fabric.launch()
+        fabric.seed_everything(1)
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1))
+        model, optimizer = fabric.setup(net, AdamW(net.parameters(), lr=0.1))
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.rand(24, 4)), batch_size=2, shuffle=True))
+        limit = [40, 25, 33][fabric.global_rank]
+        sizes: list[int] = []
+
+        def run(batch_size: int) -> None:
+            sizes.append(batch_size)
+            loss = model(torch.rand(batch_size, 4)).sum()
+            if batch_size > limit:  # a limit of our own, between forward and backward
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            fabric.backward(loss, weight=batch_size)
+            random.random()
+
+        found = []
+        for number, (batch,) in enumerate(loader):
+            fabric.backward(model(batch).sum(), weight=len(batch))
+            if number == 1:
+                before = state_of(fabric, model, optimizer, loader)
+                found.append(fabric.find_batch_size(run, start=4))
+                found.append(fabric.find_batch_size(run, start=100, most=130))
+                found.append(fabric.find_batch_size(run, start=3, most=7))
+                assert str(state_of(fabric, model, optimizer, loader)) == str(before)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert fabric.num_steps == 24 // (2 * fabric.world_size)
+        assert sizes[:4] == [4, 8, 16, 32]
+        return found, {name: each.clone() for name, each in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "expected"), [("single_device", 1, 40), ("ddp", 3, 25), ("ddp_sharded", 2, 25)]
+)
+def test_all_ranks_find_the_size_that_fits_on_every_rank(strategy: str, size: int, expected: int) -> None:
+    for found, _ in run_world(size, find, strategy):
+        assert found == [expected, expected, 7]
+
+
+def train(world: World, finds: bool) -> Any:
+    with Fabric(accelerator="cpu", strategy="ddp", devices=world.size) as fabric:
+        fabric.launch()
+        fabric.seed_everything(1)
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1))
+        model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.rand(24, 4)), batch_size=2, shuffle=True))
+        if finds:
+            fabric.find_batch_size(lambda size: fabric.backward(model(next(iter(loader))[0]).sum()), most=2)
+            fabric.find_batch_size(lambda size: fabric.backward(model(torch.rand(size, 4)).sum()), start=2, most=5)
+        for (batch,) in loader:
+            fabric.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: each.tolist() for name, each in model.state_dict().items()}
+
+
+def test_a_run_that_has_looked_for_the_size_has_the_numbers_of_one_that_has_not() -> None:
+    assert run_world(2, train, True) == run_world(2, train, False)
+
+
+def refuse(world: World) -> dict[str, str]:
+    found = {}
+    with Fabric(accelerator=ACCELERATOR, strategy="fsdp", devices=world.size) as fabric:
+        fabric.launch()
+        net = nn.Linear(2, 2)
+        model, _ = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+        with pytest.raises(ValueError, match="messages") as messages:
+            fabric.find_batch_size(lambda size: model(torch.rand(size, 2)))
+        found["messages"] = str(messages.value)
+    return found
+
+
+def test_where_forward_sends_messages_it_is_refused() -> None:
+    for found in run_world(2, refuse):
+        assert found["messages"].endswith("Find the size on one device (`devices=1`), or pass `strategy='ddp'`.")
+
+
+def test_errors_that_are_not_of_memory_pass_through_and_a_step_is_one() -> None:
+    with Fabric(accelerator=ACCELERATOR, devices=1) as fabric:
+        net = nn.Linear(2, 2)
+        model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+
+        def step(size: int) -> None:
+            fabric.backward(model(torch.rand(size, 2, device=fabric.device)).sum())
+            optimizer.step()
+
+        with pytest.raises(RuntimeError, match=r"`SGD.step\(\)` within `find_batch_size`, which leaves the model"):
+            fabric.find_batch_size(step)
+        with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+            fabric.find_batch_size(lambda size: model(torch.rand(size, 3, device=fabric.device)))
+        with pytest.raises(ValueError, match="write numbers with 1 <= start <= most"):
+            fabric.find_batch_size(step, start=4, most=3)
+
+        def never(size: int) -> None:
+            raise MemoryError
+
+        with pytest.raises(torch.OutOfMemoryError, match="batch size 1 does not fit into the memory of 1 ranks"):
+            fabric.find_batch_size(never, start=8)
+        assert all(each.grad is None for each in model.parameters())

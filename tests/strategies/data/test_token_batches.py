@@ -1,0 +1,177 @@
+"""Batches of up to so many tokens: each sample once, nearly full, in one order for every number of ranks."""
+
+import random
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import ACCELERATOR
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from worlds import run_world
+
+from fabric import Fabric, token_batches
+from fabric.launchers.world import World
+
+BUDGET = 64
+
+
+class Texts(Dataset[Any]):
+    """Sample n begins with n, and has between 1 and 40 tokens."""
+
+    def __init__(self, count: int = 400) -> None:
+        draw = random.Random(0)
+        self.lengths = [draw.randint(1, 40) for _ in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = torch.full((self.lengths[index],), index)
+        return {"input_ids": tokens, "labels": tokens % 7, "number": index}
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        texts = Texts()
+        return (texts[index] for index in range(len(texts)))
+
+
+def loader_of(kind: str, **options: Any) -> DataLoader[Any]:
+    if kind == "stream":
+        return token_batches(Stream(), BUDGET, pack=True, **options)
+    texts = Texts()
+    return token_batches(texts, BUDGET, length=texts.lengths, pack=True, shuffle=True, **options)
+
+
+def read(world: World, kind: str, folder: str, first: int, resumes: bool) -> tuple[list[list[int]], list[int]]:
+    """The samples of each step of this rank, and the numbers of tokens, from the position after `first` steps on."""
+    with Fabric(accelerator=ACCELERATOR, devices=world.size, strategy="ddp" if world.size > 1 else "auto") as fabric:
+        fabric.launch()
+        fabric.seed_everything(3)
+        loader = fabric.setup_dataloaders(loader_of(kind))
+        state = {"loader": loader}
+        if resumes:
+            fabric.load(folder, state)
+        samples, tokens = [], []
+        for number, batch in enumerate(loader, start=1):
+            samples.append(batch["number"].tolist())
+            tokens.append(len(batch["input_ids"]))
+            if number == first and not resumes:
+                fabric.save(folder, state)
+                break
+        return samples, tokens
+
+
+def in_order(results: list[Any]) -> list[int]:
+    """The samples of all ranks, step after step."""
+    assert len({len(samples) for samples, _ in results}) == 1, "ranks have other numbers of steps"
+    steps = zip(*(samples for samples, _ in results), strict=True)
+    return list(chain.from_iterable(chain.from_iterable(step) for step in steps))
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_each_sample_comes_once_in_one_order_and_ranks_have_nearly_as_many_tokens(kind: str, tmp_path: Path) -> None:
+    alone = in_order(run_world(1, read, kind, "", 0, False))
+    assert sorted(alone) == list(range(400))
+    for size in (2, 3):
+        results = run_world(size, read, kind, "", 0, False)
+        together = in_order(results)
+        assert sorted(together) == sorted(alone)
+        whole = sum(len(step) for samples, _ in results for step in samples[:-2])  # the last batches are split
+        assert together[:whole] == alone[:whole]
+        assert all(step for samples, _ in results for step in samples)
+        tokens = [each for _, tokens in results for each in tokens[: -(24 // size)]]
+        assert len(tokens) > 90
+        assert min(tokens) >= 0.9 * BUDGET
+        assert sum(tokens) >= 0.98 * BUDGET * len(tokens)
+        assert max(tokens) <= BUDGET
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1), (1, 2)])
+def test_an_epoch_resumes_in_its_middle_under_another_number_of_ranks(
+    kind: str, before: int, after: int, tmp_path: Path
+) -> None:
+    first = in_order(run_world(before, read, kind, str(tmp_path / "at"), 4, False))
+    rest = in_order(run_world(after, read, kind, str(tmp_path / "at"), 0, True))
+    assert sorted(first + rest) == list(range(400))
+    alone = in_order(run_world(1, read, kind, "", 0, False))
+    assert (first + rest)[:300] == alone[:300]
+
+
+def train(world: World) -> Any:
+    with Fabric(accelerator=ACCELERATOR, devices=world.size, strategy="ddp" if world.size > 1 else "auto") as fabric:
+        fabric.launch()
+        torch.manual_seed(3)
+        model = nn.Embedding(400, 7)
+        model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=1.0))
+        steps: list[Any] = []
+        for batch in fabric.setup_dataloaders(loader_of("map", generator=torch.Generator().manual_seed(5))):
+            loss = cross_entropy(model(batch["input_ids"]), batch["labels"], reduction="sum")
+            fabric.backward(loss, weight=len(batch["labels"]))
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(batch["number"].tolist())
+        return steps, model.weight.detach().cpu()
+
+
+def test_steps_are_exact_with_the_number_of_tokens_as_weight() -> None:
+    results = run_world(2, train)
+    torch.manual_seed(3)
+    texts, model = Texts(), nn.Embedding(400, 7)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    for step in zip(*(steps for steps, _ in results), strict=True):
+        samples = [texts[index] for index in chain.from_iterable(step)]
+        tokens, labels = (torch.cat([each[name] for each in samples]) for name in ("input_ids", "labels"))
+        cross_entropy(model(tokens), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(results[0][1], model.weight.detach())
+
+
+def test_a_sample_that_is_too_long_is_an_error_alone_or_cut() -> None:
+    samples = [list(range(3)), list(range(9)), list(range(2))]
+    with pytest.raises(ValueError, match=r"Sample 1 has 9 tokens, and a batch takes 5\. Pass `too_long='alone'`"):
+        token_batches(samples, 5)
+    assert list(token_batches(samples, 5, too_long="alone")) == [[samples[1]], [samples[0], samples[2]]]
+    assert list(token_batches(samples, 5, too_long="cut")) == [[samples[1][:5]], [samples[0], samples[2]]]
+
+    class Some(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(samples)
+
+    with pytest.raises(ValueError, match="Sample 1 has 9 tokens"):
+        list(token_batches(Some(), 5))
+    assert list(token_batches(Some(), 5, too_long="cut")) == [[samples[1][:5]], [samples[0], samples[2]]]
+
+
+def test_arguments_that_contradict_each_other_raise() -> None:
+    with pytest.raises(ValueError, match="write a number from 1 on, and 'error', 'alone', 'cut'"):
+        token_batches([[1]], 0)
+    with pytest.raises(TypeError, match="`max_tokens` decides what is in a batch"):
+        token_batches([[1]], 4, batch_size=3)
+    with pytest.raises(TypeError, match=r"each makes the batch\. Pass one of them"):
+        token_batches([[1]], 4, pack=True, collate_fn=list)
+    with pytest.raises(ValueError, match="`length` has 2 entries, and the dataset 1 samples"):
+        token_batches([[1]], 4, length=[1, 1])
+
+
+def test_packing_gives_position_ids_and_the_cumulative_lengths() -> None:
+    samples = [{"input_ids": [5, 6, 7], "score": 1.0}, {"input_ids": [8], "score": 2.0}]
+    (batch,) = token_batches(samples, 8, pack=True)
+    assert batch["input_ids"].tolist() == [5, 6, 7, 8]
+    assert batch["position_ids"].tolist() == [0, 1, 2, 0]
+    assert (batch["cu_seqlens"].tolist(), batch["cu_seqlens"].dtype) == ([0, 3, 4], torch.int32)
+    assert batch["max_seqlen"] == 3
+    assert batch["score"].tolist() == [1.0, 2.0]
+
+
+def test_workers_load_the_batches_of_one_process() -> None:
+    plain = [batch["number"].tolist() for batch in loader_of("stream")]
+    assert [batch["number"].tolist() for batch in loader_of("stream", num_workers=1)] == plain
