@@ -3,10 +3,13 @@
 import atexit
 import os
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from fabric.checks.check import Check, Moments
 from fabric.checks.nonfinite import FinalWeights, GradientGuard, OnNonfinite
@@ -25,9 +28,11 @@ from fabric.loop.stop import StopRequest
 from fabric.loop.weighting import Weighting
 from fabric.strategies.collectives.collective import CollectiveError
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
+from fabric.strategies.prepared import Prepared
 
 if TYPE_CHECKING:
     from fabric.checkpoints.checkpoints import Checkpoints
+    from fabric.monitor.monitor import Monitor
 
 
 @final
@@ -99,6 +104,24 @@ class Session:
             self.guard = GradientGuard(on_nonfinite, self.runtime, objects.gradients_are_finite, objects.scaler_of)
             self.moments.add(self.guard)
             self.guard.optimizers_set_up(objects.optimizers)
+
+    def clip_norm(
+        self, model: Prepared, optimizers: Sequence[Optimizer], max_norm: float, norm_type: float, *, raises: bool
+    ) -> Tensor:
+        """See `Fabric.clip_gradients`. `raises`: for a norm that is not finite, unless gradients are guarded."""
+        norm = model.clip_norm(optimizers, max_norm, norm_type, raises and self.guard is None)
+        if self.guard is not None and self.runtime.loss_scaler is None:  # which knows already
+            self.guard.note_norm(optimizers, norm)
+        return norm
+
+    def monitor(
+        self, loggers: Sequence[Any], folder: str | os.PathLike[str] | None, window_steps: int | None, show: bool
+    ) -> "Monitor":
+        """See `Fabric.monitor`. Ranks: all."""
+        from fabric.monitor.monitor import monitored
+
+        path = None if folder is None else os.fspath(folder)
+        return monitored(self.runtime, self.objects, self.moments, loggers, path, window_steps, show=show)
 
     def explain(self, error: BaseException) -> None:
         """Add to an error with which the user's code ends what is known of its cause."""

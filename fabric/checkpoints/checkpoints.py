@@ -68,14 +68,19 @@ class Checkpoints:
         blocking: bool,
     ) -> PendingSave:
         """See `Fabric.save`; `keep`: its `filter`."""
+        for began in self._moments.saving:
+            began()
         self.wait()
-        storage = storage_of(path)
+        storage, pending = storage_of(path), None
         with saving_rank():
             content = self.content(state, keep)
-            if not blocking:
-                return self._background.start(storage, content, after_commit)
-            write_and_commit.save(self._collective, storage, content, after_commit, self._background.off_device)
-        return PendingSave(storage.path)
+            if blocking:
+                write_and_commit.save(self._collective, storage, content, after_commit, self._background.off_device)
+            else:
+                pending = self._background.start(storage, content, after_commit)
+        for ended in self._moments.saved:
+            ended(os.fspath(path), blocking)
+        return pending or PendingSave(storage.path)
 
     def wait(self) -> None:
         """Wait for the save in the background. Any rank may call it. Raises: CheckpointError: it failed."""

@@ -63,6 +63,12 @@ class Check:
     def after_step(self, optimizer: Optimizer) -> None:
         """A prepared optimizer has stepped. `optimizer.step_was_skipped`: whether it changed nothing."""
 
+    def saving(self) -> None:
+        """`fabric.save` is called."""
+
+    def saved(self, path: str, is_blocking: bool) -> None:
+        """`fabric.save` returns. `is_blocking`: whether the checkpoint is complete."""
+
     def loading(self) -> None:
         """A checkpoint is about to be loaded, by all ranks together."""
 
@@ -107,7 +113,8 @@ class Moments:
         for name in MOMENTS:
             overriding = (each for each in checks if getattr(type(each), name) is not getattr(Check, name))
             setattr(self, name, tuple(getattr(each, name) for each in overriding))
-        self.progress.note_batch = self._receive if self.batch_received else None
+        several = self._receive if self.batch_received else None
+        self.progress.note_batch = self.batch_received[0] if len(self.batch_received) == 1 else several
 
     def _receive(self, batch: Any, source: object) -> None:
         for moment in self.batch_received:

@@ -92,6 +92,11 @@ class SetUp:
         """The steps of the optimizer that has stepped most."""
         return max((each.num_steps for each in self.counters), default=0)
 
+    @property
+    def strategy_name(self) -> str:
+        """The class of the strategy."""
+        return type(self._strategy).__name__
+
     def _living(self) -> list[Prepared]:
         return list(self._models.values())
 

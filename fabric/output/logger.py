@@ -5,7 +5,7 @@ Fabric calls it on rank zero only, with numbers. Lightning's loggers, Comet's ex
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +33,14 @@ def metric_writer(logger: object) -> Callable[..., Any]:
         f"`loggers` holds {logger!r}, a `{type(logger).__name__}`. A logger has `log_metrics(metrics, step=None)` or "
         "`log(metrics, step=None)`, and it has neither. Write one of them: the metrics are a dict of numbers by name."
     )
+
+
+def log_metrics(loggers: Iterable[object], metrics: Mapping[str, Any], step: int | None) -> None:
+    """Log numbers, or tensors of one element, to every logger. Nothing is read without one."""
+    numbers: dict[str, Any] = {}
+    for logger in loggers:
+        numbers = numbers or {name: number_of(name, each) for name, each in metrics.items()}
+        metric_writer(logger)(dict(numbers), step=step)
 
 
 def number_of(name: str, value: Any) -> Any:

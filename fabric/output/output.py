@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from fabric.loop.seed import seed_everything
 from fabric.output.callbacks import call
-from fabric.output.logger import metric_writer, number_of
+from fabric.output.logger import log_metrics, metric_writer
 from fabric.output.progress import progress
 from fabric.output.rank_logger import RankLogger
 
@@ -80,10 +80,8 @@ class Output(ABC):
 
         A tensor on a device is waited for, if there are loggers. Raises: ValueError: a tensor of several elements.
         """
-        if self.is_global_zero and self._loggers:
-            numbers = {name: number_of(name, each) for name, each in metrics.items()}
-            for logger in self._loggers:
-                metric_writer(logger)(dict(numbers), step=step)
+        if self.is_global_zero:
+            log_metrics(self._loggers, metrics, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Log the hyperparameters to every logger that has `log_hyperparams`, on rank zero."""

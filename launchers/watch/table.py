@@ -39,6 +39,8 @@ class Call:
     pending: bool = False
     is_on_device: bool = False
     """Whether an accelerator runs it: its timeout raises nothing in the thread that has made it."""
+    device_seconds: float | None = None
+    """How long an accelerator was in the call, if it is over and torch has timed it."""
 
     def seconds(self, now_ns: int) -> float:
         """How long ago it was started."""

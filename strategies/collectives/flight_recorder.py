@@ -60,6 +60,7 @@ class FlightRecorder:
             timeout_seconds=entry.get("timeout_ms", 0) / 1e3,
             pending=not entry["retired"],
             is_on_device=backend != "gloo",
+            device_seconds=entry["duration_ms"] / 1e3 if entry.get("duration_ms") is not None else None,
         )
 
 

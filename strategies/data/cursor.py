@@ -81,6 +81,8 @@ class Iteration:
     supply: Supply | None = None
     """If ranks agree on the number of batches."""
     num_batches: int = 0
+    asked_ns: int = 0
+    """When the loop has asked for the latest batch (`time.time_ns`), while a check receives them."""
     is_complete: bool = False
     """Whether the iteration has raised StopIteration in the loop."""
     has_ended: bool = False

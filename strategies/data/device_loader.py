@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from threading import get_ident
+from time import time_ns
 from typing import Any, Protocol, final, runtime_checkable
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
@@ -121,6 +122,7 @@ class DeviceLoader:
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. It is counted at its second batch, its end, or a backward pass, whichever comes first."""
         reading, order, position = self._reading, self._reading.order, self._reading.position
+        asked_ns = time_ns()
         self._has_begun, self._told_before, at = True, self._told, order.begins_at
         if at.is_at_end:
             order.leave_restored()
@@ -155,6 +157,7 @@ class DeviceLoader:
             if reading.agreement.repeats and self._context.trains:
                 self._context.progress.repeated.begin()
         self.iteration = Iteration(self._context.progress, self._context.trains, supply)
+        self.iteration.asked_ns = asked_ns  # workers have started since
         if self._context.device.type != "cpu":
             batches = reading.carry(batches, self._context.device)
         return self._received(batches, self.iteration, opened)
@@ -392,6 +395,8 @@ class DeviceLoader:
                     if supply is not None or repeated.is_used or progress.note_batch is not None:
                         iteration.receive(batch)
                     yield batch
+                    if progress.note_batch is not None:
+                        iteration.asked_ns = time_ns()
                 is_biased = epoch.has_unequal and progress.num_unweighted != num_unweighted
                 if is_biased and index is not None and not index.cut.uneven and not self._has_warned:
                     self._has_warned = True

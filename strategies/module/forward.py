@@ -54,6 +54,8 @@ class ForwardPath:
         self.running = False
         self.num_calls = 0
         """The number of calls of forward and of marked methods so far."""
+        self.on_call: Callable[[], None] | None = None
+        """Called before each call, while a check wants it."""
         self.kept: list[object] = []
         """What lives as long as the module: see Note [What was set up lives as long as the program has it]."""
         self._given: dict[str, Any] = {}
@@ -123,6 +125,8 @@ class _Method:
             return _paused(self._run_compiled, self._function, args, kwargs)
         self._path.running = True  # as `_run_compiled`, without the call: this is in every step
         self._path.num_calls += 1
+        if self._path.on_call is not None:
+            self._path.on_call()
         try:
             return self._around(self._function, args, kwargs)
         finally:
@@ -133,6 +137,8 @@ class _Method:
             raise RuntimeError(self._path.uncompilable)
         self._path.running = True
         self._path.num_calls += 1
+        if self._path.on_call is not None:
+            self._path.on_call()
         try:
             return self._around(function, args, kwargs)
         finally:

@@ -58,6 +58,12 @@ class Recorded(Check):
     def after_step(self, optimizer: Optimizer) -> None:
         self.seen.append("after_step")
 
+    def saving(self) -> None:
+        self.seen.append("saving")
+
+    def saved(self, path: str, is_blocking: bool) -> None:
+        self.seen.append(f"saved, complete: {is_blocking}")
+
     def loading(self) -> None:
         self.seen.append("loading")
 
@@ -92,6 +98,8 @@ def test_a_check_is_called_at_each_of_its_moments_in_their_order(tmp_path: Any) 
         "gradients_averaged of 1",
         "before_step",
         "after_step",
+        "saving",
+        "saved, complete: True",
         "loading",
         "closing",
     ]

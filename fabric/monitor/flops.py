@@ -1,0 +1,109 @@
+"""The floating-point operations of a step, and the peak rate of a device.
+
+Model FLOPs are counted: operations that activation checkpointing runs again are left out, as in the definition of MFU
+(Chowdhery et al., PaLM, 2022, appendix B). The peaks are those of dense matrices, where data sheets print the double.
+"""
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from fabric.strategies.tensors.dtensor import local_part
+
+
+@final
+class ModelFlops:
+    """Counts the operations of this process from `start` to `stop`. Not those that `torch.compile` fuses into kernels
+    of its own."""
+
+    def __init__(self) -> None:
+        self.is_in_backward = False
+        aten, known = torch.ops.aten, dict(flop_registry)
+        for end in ("", "_backward"):  # torch's table lacks attention on the CPU, which takes the same arguments
+            known.setdefault(
+                getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{end}"),
+                flop_registry[getattr(aten, f"_scaled_dot_product_efficient_attention{end}")],
+            )
+        guarded = {operator: self._once(formula, str(operator)) for operator, formula in known.items()}
+        self._counter = FlopCounterMode(display=False)
+        self._counter.flop_registry.update(guarded)
+
+    def start(self) -> None:
+        """Count from here on."""
+        self._counter.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> int:
+        """Count no longer; returns the number of operations."""
+        self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return int(self._counter.get_total_flops())
+
+    def _once(self, formula: Callable[..., Any], name: str) -> Callable[..., int]:
+        """The formula without recomputation. In backward that alone runs with gradients enabled; and of the five
+        products that torch counts for the backward of fused attention, one computes the scores again."""
+        share = 0.8 if "attention" in name and "backward" in name else 1
+
+        def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+            if self.is_in_backward and torch.is_grad_enabled():
+                return 0
+            args, out_val = tree_map(_local, (args, out_val))
+            return int(formula(*args, out_val=out_val, **kwargs) * share + 0.5)
+
+        return count
+
+
+def _local(value: Any) -> Any:
+    return local_part(value) if isinstance(value, Tensor) else value
+
+
+_DENSE_TERAFLOPS: dict[str, tuple[float, float, float, str]] = {
+    # name: float16 and bfloat16, TF32, float32, source
+    "B200": (2250, 1125, 75, "NVIDIA Blackwell datasheet, HGX B200"),
+    "H200": (989.4, 494.7, 66.9, "NVIDIA H200 datasheet"),
+    "H100 NVL": (835, 417.5, 60, "NVIDIA H100 datasheet"),
+    "H100 PCIe": (756, 378, 51.2, "NVIDIA H100 datasheet"),
+    "H100": (989.4, 494.7, 66.9, "NVIDIA H100 datasheet, SXM"),
+    "A100": (312, 156, 19.5, "NVIDIA A100 datasheet"),
+    "L40S": (362.05, 183, 91.6, "NVIDIA L40S datasheet"),
+    "L4": (121, 60, 30.3, "NVIDIA L4 datasheet"),
+    "A10": (125, 62.5, 31.2, "NVIDIA A10 datasheet"),
+    "RTX 4090": (165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture, appendix A"),
+    "RTX 3090": (71, 35.6, 35.6, "NVIDIA Ampere GA102 architecture, table 9"),
+    "V100": (125, 15.7, 15.7, "NVIDIA V100 datasheet, SXM2"),
+    "T4": (65, 8.1, 8.1, "NVIDIA T4 datasheet"),
+    "MI300X": (1307.4, 653.7, 163.4, "AMD Instinct MI300X datasheet"),
+}
+"""By a part of the name that torch gives a device; the first that fits. Data sheets print twice the first two for
+sparse matrices. Without tensor cores for a dtype, its rate is that of float32."""
+
+
+def known_peak(name: str, dtype: torch.dtype) -> tuple[float, str] | None:
+    """The dense peak of a device per second, and its source; None if the table lacks the device or the dtype."""
+    words = name.replace("-", " ").split()
+    for key, (half, tf32, single, source) in _DENSE_TERAFLOPS.items():
+        if any(words[at : at + len(key.split())] == key.split() for at in range(len(words))):
+            uses_tf32 = torch.get_float32_matmul_precision() != "highest"
+            rates = {torch.float16: half, torch.bfloat16: half, torch.float32: tf32 if uses_tf32 else single}
+            return (rates[dtype] * 1e12, source) if dtype in rates else None
+    return None
+
+
+def measured_peak(dtype: torch.dtype, size: int = 512) -> float:
+    """The rate of the CPU in a product of two square matrices: the best of five."""
+    matrix, best = torch.ones(size, size, dtype=dtype), float("inf")
+    for _ in range(5):
+        began = perf_counter()
+        torch.mm(matrix, matrix)
+        best = min(best, perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a device, as torch has it."""
+    if device.type == "cpu":
+        return "CPU"
+    return str(getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)(device))

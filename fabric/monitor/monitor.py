@@ -1,0 +1,401 @@
+"""The check that measures a run on every rank, and shows, logs and writes on rank 0 what all ranks measured.
+
+In a step it notes the time at which each phase ends, and on an accelerator records an event there. At the end of a
+window of steps each rank makes one row of numbers, and an all-gather that no rank waits for brings the rows together:
+they are read one step later. Events are read a window later, when they are done. So the monitor waits for no device,
+and calls six functions in a step.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from time import time, time_ns
+from typing import Any, final
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fabric.checks.check import Check, Moments
+from fabric.loop.setup import SetUp
+from fabric.monitor.flops import ModelFlops, device_name, known_peak, measured_peak
+from fabric.monitor.results import Results
+from fabric.monitor.window import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    MAX_CALLS,
+    NUM_LAST,
+    OPTIMIZER,
+    OTHER,
+    PHASES,
+    SAVING,
+    STEP,
+    Arrival,
+    Gathered,
+    Step,
+    arrivals,
+    pack,
+    steps_of,
+)
+from fabric.strategies.accelerators.torch_accelerator import has_streams
+from fabric.strategies.collectives.flight_recorder import FlightRecorder
+from fabric.strategies.data.cursor import Iteration
+from fabric.strategies.module.forward import ForwardPath
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.tensors.nests import tensors_in
+
+WINDOW_SECONDS = 5.0
+_FIRST_WINDOW, _FIRST_CALLS = 5, 64
+_SCHEDULED = "/proc/thread-self/schedstat"
+"""Nanoseconds that this thread ran, and that it was ready while its processor ran others. Linux has it."""
+
+
+@final
+@dataclass(slots=True)
+class _Open:
+    """A window while its steps run."""
+
+    began_ns: int
+    marks: list[int] = field(default_factory=list)
+    """A phase and the time at which it ended, again and again."""
+    events: list[tuple[int, Any]] = field(default_factory=list)
+    """On an accelerator: a phase and the event at its end."""
+    numbers: dict[str, float] = field(default_factory=lambda: {"samples": 0.0})
+    given: dict[str, Any] = field(default_factory=dict)
+    """The latest loss and norm, which may be tensors on the device."""
+    has_loss: bool = False
+    """Whether the program has given a loss."""
+    saves: list[Step] = field(default_factory=list)
+    calls_of_saves: list[Arrival] = field(default_factory=list)
+    scheduled: list[bytes] = field(default_factory=list)
+    """What Linux says of this thread at the end of each step."""
+    steps: list[Step] = field(default_factory=list)
+    found: list[Arrival] = field(default_factory=list)
+    """Of the last steps, once the window is over."""
+
+
+@final
+class Monitor(Check):
+    """What `Fabric.monitor` returns. Ranks: all make one, and call `add` each with its own counts."""
+
+    def __init__(self, runtime: Runtime, set_up: SetUp, results: Results, window_steps: int | None) -> None:
+        self._runtime, self._set_up, self._results = runtime, set_up, results
+        self._window_steps = window_steps
+        self._recorder = FlightRecorder()
+        self._paths: WeakSet[ForwardPath] = WeakSet()
+        self._stream_device = runtime.device if has_streams(runtime.device) else None
+        self._counts: dict[int, int] = {}
+        """Steps by optimizer."""
+        self._num_steps, self._due, self._window_end, self._num_slots = 0, 1, 0, _FIRST_CALLS
+        self._flops: ModelFlops | None = None
+        self._flops_per_sample = self._flops_per_step = 0.0
+        self._is_in_forward = False
+        self._scheduled = os.open(_SCHEDULED, os.O_RDONLY) if Path(_SCHEDULED).exists() else None
+        self._now = _Open(time_ns())
+        self._before: _Open | None = None
+        """On an accelerator: the window whose events are not read yet."""
+        self._rows: Callable[[], Tensor] | None = None
+        """Receives the rows that are on their way."""
+        self._at = (0, 0.0)
+        """The step and the time of those."""
+        for model in set_up.models.values():
+            self.model_set_up(model)
+
+    @property
+    def latest(self) -> Mapping[str, float]:
+        """The numbers of the latest window, on rank 0: see the table in docs/monitoring.md."""
+        return self._results.latest
+
+    def add(
+        self,
+        *,
+        samples: float = 0,
+        tokens: float = 0,
+        loss: float | Tensor | None = None,
+        gradient_norm: float | Tensor | None = None,
+    ) -> None:
+        """Count samples and tokens that this rank has processed since the last call, and take note of the latest loss
+        and norm of the gradient. Samples of prepared loaders are counted without it, and the loss is that of
+        `fabric.backward` unless one is given. A tensor on a device is not waited for.
+
+        Raises: ValueError: a count is negative. TypeError: it is no number.
+        """
+        for name, count in (("samples", samples), ("tokens", tokens)):
+            if not isinstance(count, int | float):
+                raise TypeError(
+                    f"`monitor.add({name}=...)` was given a `{type(count).__name__}`. Write a number, such as "
+                    "`tokens=batch.numel()`: the sum of a tensor would be waited for."
+                )
+            if count < 0:
+                raise ValueError(f"`monitor.add({name}={count})`: write how many came since the last call, 0 or more.")
+            if count:
+                self._now.numbers[name] = self._now.numbers.get(name, 0) + count
+        given = {"loss": loss, "gradient_norm": gradient_norm}
+        self._now.given |= {name: value for name, value in given.items() if value is not None}
+        self._now.has_loss |= loss is not None
+
+    def model_set_up(self, model: Prepared) -> None:
+        model.path.on_call = self._forward_begins
+        self._paths.add(model.path)
+
+    def batch_received(self, batch: Any, source: object) -> None:
+        if not isinstance(source, Iteration):  # a micro-batch, which was received before
+            return
+        now = self._now
+        now.marks += (OTHER, source.asked_ns, DATA, time_ns())
+        self._is_in_forward = False
+        first = batch
+        if isinstance(batch, dict):
+            first = next(iter(batch.values()), None)
+        elif isinstance(batch, list | tuple) and batch:
+            first = batch[0]
+        if not isinstance(first, Tensor):
+            first = next(iter(tensors_in(batch)), None)
+        if first is not None and first.dim():
+            now.numbers["samples"] += first.shape[0]
+
+    def _forward_begins(self) -> None:
+        if not self._is_in_forward and torch.is_grad_enabled():
+            self._is_in_forward, marks = True, self._now.marks
+            marks += (FORWARD if marks and marks[-2] == DATA else OTHER, time_ns())
+            if self._stream_device is not None:
+                self._now.events.append((OTHER, _recorded(self._stream_device)))
+
+    def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
+        self._now.marks += (FORWARD, time_ns())
+        if self._stream_device is not None:
+            self._now.events.append((FORWARD, _recorded(self._stream_device)))
+        if self._flops is not None:
+            self._flops.is_in_backward = True
+
+    def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
+        now = self._now
+        now.marks += (BACKWARD, time_ns())
+        self._is_in_forward = False
+        if self._stream_device is not None:
+            now.events.append((BACKWARD, _recorded(self._stream_device)))
+        if not now.has_loss:
+            now.given["loss"] = loss.detach()
+        if self._flops is not None:
+            self._flops.is_in_backward = False
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        now, at = self._now, time_ns()
+        now.marks += (OPTIMIZER if now.marks and now.marks[-2] in (BACKWARD, OPTIMIZER, STEP) else OTHER, at)
+        if optimizer.step_was_skipped:  # type: ignore[attr-defined]  # every optimizer that was set up has it
+            now.numbers["num_skipped_steps"] = now.numbers.get("num_skipped_steps", 0) + 1
+        count = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
+        if count <= self._num_steps:
+            return
+        self._num_steps = count
+        now.marks += (STEP, at)
+        if self._scheduled is not None:
+            now.scheduled.append(os.pread(self._scheduled, 99, 0))
+        if self._stream_device is not None:
+            now.events.append((OPTIMIZER, _recorded(self._stream_device)))
+        if count >= self._due:
+            self._act(optimizer)
+
+    def saving(self) -> None:
+        self._now.marks += (OTHER, time_ns())
+
+    def saved(self, path: str, is_blocking: bool) -> None:
+        now, at = self._now, time_ns()
+        seconds = (at - now.marks[-1]) / 1e9
+        save = steps_of((SAVING, at, STEP, at), now.marks[-1])
+        now.calls_of_saves += arrivals(self._recorder.calls(with_lines=False), save, MAX_CALLS)
+        now.saves += save
+        now.marks += (SAVING, at)
+        self._results.write("save", step=self._set_up.num_steps, seconds=seconds, path=path, is_blocking=is_blocking)
+
+    def loading(self) -> None:
+        self._results.write("load", step=self._set_up.num_steps)
+
+    def closing(self) -> None:
+        self._finish()
+        if self._num_steps > 2:
+            self._end_window(None)
+            self._finish()
+            if self._before is not None:
+                self._send(self._before)
+                self._finish()
+        self._results.write("end", step=self._set_up.num_steps)
+
+    def removed(self) -> None:
+        for path in self._paths:
+            path.on_call = None
+        if self._flops is not None:
+            self._flops.stop()
+        self._results.close()
+        if self._scheduled is not None:
+            os.close(self._scheduled)
+
+    def _act(self, optimizer: Optimizer) -> None:
+        """Called after a step at which there is something to do. Ranks: all."""
+        number = self._num_steps
+        if number == 1:
+            self._flops, self._due = ModelFlops(), 2
+            self._flops.start()
+        elif self._flops is not None:
+            self._count_flops(self._flops.stop())
+            self._flops = None
+            self._window_end = self._due = number + (self._window_steps or _FIRST_WINDOW)
+            self._now = _Open(time_ns())
+            return
+        else:
+            self._finish()
+            if number >= self._window_end:
+                self._end_window(optimizer)
+                self._window_end = number + self._length()
+            self._due = number + 1 if self._rows is not None else self._window_end
+        if number == 1:
+            self._now = _Open(time_ns())
+
+    def _count_flops(self, flops: int) -> None:
+        samples, device = self._now.numbers["samples"], self._runtime.device
+        self._flops_per_step, self._flops_per_sample = flops, flops / samples if samples else 0.0
+        dtype = self._runtime.precision.compute_dtype
+        peak = known_peak(device_name(device), dtype)
+        if peak is None and device.type == "cpu":
+            peak = measured_peak(dtype), "measured by a matrix product"
+        self._results.peak = None if peak is None else peak[0]
+        if peak is not None:
+            self._results.write("peak", flops_per_step=flops, peak_flops_per_second=peak[0], peak_source=peak[1])
+
+    def _length(self) -> int:
+        """The number of steps of the next window, the same on all ranks."""
+        if self._window_steps is not None:
+            return self._window_steps
+        seconds = self._results.step_seconds
+        return max(_FIRST_WINDOW, round(WINDOW_SECONDS / seconds)) if seconds else _FIRST_WINDOW
+
+    def _end_window(self, optimizer: Optimizer | None) -> None:
+        over, at = self._now, time_ns()
+        self._now = _Open(at)
+        over.steps = steps_of(over.marks, over.began_ns)
+        queued = [int(each.split()[1]) / 1e9 for each in over.scheduled]
+        for step, (before, after) in zip(over.steps[1:], pairwise(queued), strict=False):
+            step.queued = after - before
+        last, device, numbers = over.steps[-NUM_LAST:], self._runtime.device, over.numbers
+        if self._runtime.world.size > 1:
+            over.found = arrivals(self._recorder.calls(with_lines=False), last, self._num_slots)
+        numbers |= {"num_steps": len(over.steps), "seconds": (at - over.began_ns) / 1e9, "num_saves": len(over.saves)}
+        numbers["node"] = self._runtime.world.node_rank
+        samples = numbers["samples"]
+        numbers["flops"] = self._flops_per_sample * samples if samples else self._flops_per_step * len(over.steps)
+        if optimizer is not None and "lr" in optimizer.param_groups[0]:
+            numbers["learning_rate"] = float(optimizer.param_groups[0]["lr"])
+        numbers |= _memory(device)
+        over.given = {name: _on_the_way(value) for name, value in over.given.items()}
+        if self._stream_device is None:
+            self._send(over)
+            return
+        over.events.append((STEP, _recorded(self._stream_device)))
+        waiting, self._before = self._before, over
+        if waiting is not None:
+            self._send(waiting)
+
+    def _send(self, over: _Open) -> None:
+        """Start the all-gather of a window. Ranks: all."""
+        numbers, last = over.numbers, over.steps[-NUM_LAST:]
+        if over.events and over.events[-1][1].query():
+            _on_device(over.steps, over.events[:-1])
+        if not over.events or over.events[-1][1].query():
+            numbers |= {name: float(value) for name, value in over.given.items()}
+        numbers |= {name: sum(step.seconds[phase] for step in over.steps) for phase, name in enumerate(PHASES)}
+        saved = [sum(save.seconds[SAVING] for save in over.saves) if phase == SAVING else 0.0 for phase in range(7)]
+        found = [*over.found, *(replace(each, place=each.place % 16 + 16 * len(last)) for each in over.calls_of_saves)]
+        if len(found) > self._num_slots:  # more calls in saves than ever before
+            found, saved = over.found, [float("nan")] * 7
+        numbers["num_calls"] = len(over.found) + len(over.calls_of_saves)
+        row = pack(numbers, [*last, Step(seconds=saved)], found, self._num_slots)
+        collective = self._runtime.collective
+        self._at = (self._set_up.num_steps, time())
+        self._rows = collective.start_all_gather(row) if collective.size > 1 else lambda: row[None]
+
+    def _finish(self) -> None:
+        """Receive the rows of all ranks, if they are on their way."""
+        if self._rows is not None:
+            gathered, self._rows = Gathered(self._rows()), None
+            wanted = max(each["num_calls"] for each in gathered.numbers)
+            self._num_slots = min(MAX_CALLS, max(self._num_slots, 2 * int(wanted)))
+            self._results.window(gathered, *self._at)
+
+
+def monitored(
+    runtime: Runtime,
+    set_up: SetUp,
+    moments: Moments,
+    loggers: Sequence[Any],
+    folder: str | None,
+    window_steps: int | None,
+    *,
+    show: bool,
+) -> Monitor:
+    """See `Fabric.monitor`."""
+    if window_steps is not None and (isinstance(window_steps, bool) or window_steps < 1):
+        raise ValueError(f"`fabric.monitor(window_steps={window_steps!r})`: a window has 1 step or more.")
+    if any(isinstance(check, Monitor) for check in moments.checks):
+        raise RuntimeError("`fabric.monitor()` was called twice. Keep what the first call returned.")
+    results = Results(runtime, set_up.strategy_name, loggers, folder, show=show)
+    monitor = Monitor(runtime, set_up, results, window_steps)
+    moments.add(monitor)
+    return monitor
+
+
+def _recorded(device: torch.device) -> Any:
+    event = torch.Event(device.type, enable_timing=True)
+    event.record()
+    return event
+
+
+def _on_device(steps: list[Step], events: list[tuple[int, Any]]) -> None:
+    """Replace the seconds of forward, backward and step by those of the device, from events that are done."""
+    at = iter(pairwise(events))
+    for step in steps:
+        of_device = [0.0] * len(PHASES)
+        for (_, begin), (phase, end) in at:
+            of_device[phase] += begin.elapsed_time(end) / 1e3
+            if phase == OPTIMIZER:
+                break
+        gap = of_device[OTHER]
+        of_device[DATA] = min(step.seconds[DATA], gap)
+        of_device[SAVING] = min(step.seconds[SAVING], gap - of_device[DATA])
+        of_device[OTHER] = gap - of_device[DATA] - of_device[SAVING]
+        step.seconds = of_device
+
+
+def _on_the_way(value: Any) -> Any:
+    """A number, or a copy of it on the host that arrives later."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        return float("nan")
+    if not has_streams(value.device):
+        return value.item()
+    copy = torch.empty((), dtype=value.dtype, pin_memory=True)
+    return copy.copy_(value.detach().reshape(()), non_blocking=True)
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    found = dict[str, float]()
+    if sys.platform != "win32":
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["host_memory_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        statm = Path("/proc/self/statm")
+        if statm.exists():
+            now = int(statm.read_text().split()[1]) * resource.getpagesize()
+            found["host_memory_bytes"] = now
+            found["host_memory_peak_bytes"] = max(now, found["host_memory_peak_bytes"])  # which Linux counts coarsely
+    if has_streams(device):
+        found["device_memory_bytes"] = torch.accelerator.memory_allocated(device)
+        found["device_memory_peak_bytes"] = torch.accelerator.max_memory_allocated(device)
+    return found

@@ -1,0 +1,159 @@
+"""What the ranks measured in a window, by name; on rank 0 it is shown, logged, and written to `monitor.jsonl`.
+
+Each line of the file is one JSON object, written at once: a run that is killed leaves a file of whole lines.
+"""
+
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from time import time
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from fabric.monitor.flops import device_name
+from fabric.monitor.slow_rank import SlowRanks
+from fabric.monitor.table import Table
+from fabric.monitor.window import NUM_LAST, PHASES, SAVING, UNKNOWN, WAITING, Gathered
+from fabric.output.logger import log_metrics
+from fabric.strategies.runtime import Runtime
+
+_MEMORY = ("device_memory_bytes", "device_memory_peak_bytes", "host_memory_bytes", "host_memory_peak_bytes")
+
+
+@final
+class Results:
+    """Ranks: all make one, in `Fabric.monitor`. Rank 0 alone shows, logs and writes.
+
+    Raises: OSError: on every rank, if rank 0 cannot write into the folder.
+    """
+
+    def __init__(
+        self, runtime: Runtime, strategy: str, loggers: Sequence[Any], folder: str | None, *, show: bool
+    ) -> None:
+        self._loggers, self._is_zero = loggers, runtime.world.is_global_zero
+        self._file: Path | None = None
+        self._table = Table() if show and self._is_zero else None
+        self.peak: float | None = None
+        """Floating-point operations of one rank's device per second, at most."""
+        self.step_seconds = 0.0
+        self.latest: dict[str, float] = {}
+        self._slow = SlowRanks()
+        self._rank_share = runtime.share.count / runtime.world.size  # of ranks that read the same data one counts
+        error = self._open(folder) if folder is not None and self._is_zero else None
+        of_ranks = runtime.collective.all_gather_object((socket.gethostname(), error))
+        if of_ranks[0][1] is not None:
+            raise OSError(of_ranks[0][1])
+        self.write(
+            "start",
+            format=1,
+            num_ranks=runtime.world.size,
+            num_nodes=runtime.world.num_nodes,
+            strategy=strategy,
+            precision=str(runtime.precision),
+            device=runtime.device.type,
+            device_name=device_name(runtime.device),
+            hosts=[host for host, _ in of_ranks],
+            torch=torch.__version__,
+        )
+
+    def _open(self, folder: str) -> str | None:
+        """Why there can be no file in the folder."""
+        file = Path(folder) / "monitor.jsonl"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("ab+") as opened:
+                opened.seek(max(0, opened.tell() - 1))
+                if opened.read(1) not in (b"", b"\n"):  # a killed run has left half a line
+                    opened.write(b"\n")
+        except OSError as error:
+            return (
+                f"`fabric.monitor({folder!r})` writes `{file}`, and cannot: {error}. Name a folder that can be written."
+            )
+        self._file = file
+        return None
+
+    def write(self, kind: str, **content: Any) -> None:
+        """Append a line, on rank 0, if there is a file."""
+        if self._file is not None:
+            line = json.dumps({"kind": kind, "time": time(), **content}) + "\n"
+            with self._file.open("ab") as file:
+                file.write(line.encode())
+
+    def close(self) -> None:
+        """Leave the table as it is, and restore the terminal."""
+        if self._table is not None:
+            self._table.close()
+
+    def window(self, gathered: Gathered, step: int, at: float) -> None:
+        """Take the rows of all ranks. Ranks: all."""
+        means = [each["seconds"] / each["num_steps"] for each in gathered.numbers if each["num_steps"]]
+        self.step_seconds = sum(means) / len(means) if means else 0.0
+        if not self._is_zero or len(means) < len(gathered.numbers):
+            return
+        waits_rsp = gathered.waits()
+        own_rsp = gathered.seconds_rsp - waits_rsp
+        own_rsp[:, NUM_LAST] /= max(1.0, gathered.numbers[0]["num_saves"])
+        slow = self._slow.find(own_rsp, gathered.queued_rs, self.step_seconds)
+        ranks = [self._of_rank(rank, gathered, waits_rsp[rank]) for rank in range(len(own_rsp))]
+        metrics = self.latest = _of_all(ranks, self._rank_share)
+        if slow is not None:
+            metrics |= {"slow_rank": slow.rank, "slow_seconds": slow.seconds}
+        self.write(
+            "window",
+            time=at,
+            step=step,
+            num_steps=round(gathered.numbers[0]["num_steps"]),
+            metrics=metrics,
+            ranks=ranks,
+            slow=None if slow is None else slow.as_dict(),
+        )
+        log_metrics(self._loggers, {f"monitor/{name}": value for name, value in metrics.items()}, step)
+        if self._table is not None:
+            self._table.show(step, metrics, ranks, "" if slow is None else slow.in_words())
+
+    def _of_rank(self, rank: int, gathered: Gathered, waits_sp: Tensor) -> dict[str, float]:
+        """The numbers of one rank; none that is not known."""
+        numbers, seconds_sp = gathered.numbers[rank], gathered.seconds_rsp[rank]
+        num_steps, seconds = numbers["num_steps"], numbers["seconds"]
+        is_known = ~waits_sp.isnan().any(1) & ~seconds_sp.isnan().any(1)
+        is_known[NUM_LAST] = False
+        whole = [numbers[phase] / num_steps for phase in PHASES]
+        waited = seconds_sp.new_zeros(len(PHASES))
+        if is_known.any():  # of the steps before, as large a share of each phase
+            waited = (waits_sp[is_known].sum(0) / seconds_sp[is_known].sum(0)).nan_to_num().clamp(0, 1)
+        saved = waits_sp[NUM_LAST].nan_to_num() / num_steps
+        waits = [min(share * of, of) for share, of in zip(waited.tolist(), whole, strict=True)]
+        waits[SAVING] = min(float(saved.sum()), whole[SAVING])
+        own = [of - wait for of, wait in zip(whole, waits, strict=True)]
+        own[WAITING] = sum(waits)
+        found = {"rank": rank, "step_seconds": sum(own)}
+        found |= {f"{phase}_seconds": of for phase, of in zip(PHASES, own, strict=True)}
+        rates = {name: numbers[name] for name in ("samples", "tokens", "flops") if numbers[name] > 0}
+        found |= {"steps_per_second": num_steps / seconds}
+        found |= {f"{name}_per_second": count / seconds for name, count in rates.items()}
+        if self.peak is not None and "flops" in rates:
+            found["mfu"] = rates["flops"] / seconds / self.peak
+        names = ("loss", "gradient_norm", "learning_rate", "num_skipped_steps", *_MEMORY)
+        return found | {name: numbers[name] for name in names if numbers[name] != UNKNOWN}
+
+
+def _of_all(ranks: Sequence[dict[str, float]], rank_share: float) -> dict[str, float]:
+    """The metrics of all ranks together: sums of rates, the greatest memory, and means. `rank_share`: of one rank's
+    data, how much no other rank reads."""
+    first, found = ranks[0], dict[str, float]()
+    for name in first:
+        values = [each[name] for each in ranks if name in each]
+        if name in ("samples_per_second", "tokens_per_second"):
+            found[name] = sum(values) * rank_share
+        elif name == "flops_per_second":
+            found[name] = sum(values)
+        elif name in _MEMORY:
+            found[name] = max(values)
+        elif name in ("num_skipped_steps", "learning_rate", "steps_per_second"):
+            found[name] = first[name]
+        elif name != "rank":
+            found[name] = sum(values) / len(values)
+    return found

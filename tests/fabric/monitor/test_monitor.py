@@ -1,0 +1,184 @@
+"""The numbers of `fabric.monitor` against a loop that measures by hand, its file, its table, and bad input."""
+
+import io
+import json
+import re
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+from delays import BATCH, WIDTH, Delay, train
+from rich.console import Console
+from torch import nn
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
+
+from fabric import CSVLogger, Fabric
+from fabric.monitor.flops import ModelFlops, known_peak
+from fabric.monitor.table import Table
+from fabric.monitor.window import PHASES
+
+
+def alone(**options: Any) -> Fabric:
+    return Fabric(accelerator="cpu", devices=1, sanitize=False, **options)
+
+
+def flops_of(run: Any) -> int:
+    counter = ModelFlops()
+    counter.start()
+    loss = run()
+    counter.is_in_backward = True
+    loss.backward()
+    return counter.stop()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_flops_of_a_linear_layer_are_those_of_the_formula_without_recomputation(recomputes: bool) -> None:
+    first, second, x = nn.Linear(8, 16), nn.Linear(16, 4), torch.randn(32, 8)
+
+    def loss() -> torch.Tensor:
+        hidden = checkpoint(first, x, use_reentrant=False) if recomputes else first(x)
+        return second(hidden.relu()).sum()
+
+    assert flops_of(loss) == 2 * 32 * (2 * 8 * 16 + 3 * 16 * 4)  # the input needs no gradient
+
+
+def test_flops_of_attention_are_those_of_the_formula() -> None:
+    q, k, v = (torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3))
+    count = flops_of(lambda: nn.functional.scaled_dot_product_attention(q, k, v).sum())
+    assert count == 6 * (2 * 2 * 4 * 16 * 16 * 8), "two products in forward, four in backward"
+
+
+def test_peaks_are_those_of_dense_matrices() -> None:
+    assert known_peak("NVIDIA H100 80GB HBM3", torch.bfloat16) == (989.4e12, "NVIDIA H100 datasheet, SXM")
+    assert known_peak("NVIDIA H100 PCIe", torch.float16) == (756e12, "NVIDIA H100 datasheet")
+    assert known_peak("NVIDIA A100-SXM4-80GB", torch.float32) == (19.5e12, "NVIDIA A100 datasheet")
+    assert known_peak("NVIDIA A100-SXM4-80GB", torch.float64) is None
+    assert known_peak("Pretended", torch.float32) is None
+
+
+def test_rates_and_phases_are_those_of_a_loop_that_measures_by_hand(tmp_path: Path) -> None:
+    fabric = alone()
+    began = perf_counter()
+    metrics = train(fabric, Delay("optimizer", seconds=0.02, late=lambda step: 0), tmp_path, 12, window_steps=10)
+    whole = perf_counter() - began
+    assert 10 * metrics["step_seconds"] < whole
+    assert metrics["steps_per_second"] == pytest.approx(1 / metrics["step_seconds"], rel=0.05)
+    assert metrics["samples_per_second"] == pytest.approx(BATCH * metrics["steps_per_second"])
+    assert metrics["tokens_per_second"] == pytest.approx(BATCH * WIDTH * metrics["steps_per_second"])
+    assert sum(metrics[f"{phase}_seconds"] for phase in PHASES) == pytest.approx(metrics["step_seconds"])
+    assert 0.02 < metrics["optimizer_seconds"] < metrics["step_seconds"]
+    assert metrics["waiting_seconds"] == 0
+    flops = 2 * BATCH * (WIDTH * WIDTH * (2 + 3) + WIDTH * 3)
+    assert metrics["flops_per_second"] == pytest.approx(flops * metrics["steps_per_second"])
+    assert 0 < metrics["mfu"] < 1
+    assert 0 < metrics["host_memory_bytes"] <= metrics["host_memory_peak_bytes"]
+
+
+def test_the_file_has_a_line_for_each_event_and_loggers_get_the_same_numbers(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path / "logs")
+    delay = Delay("saving", seconds=0.0)
+    metrics = train(alone(loggers=logger), delay, tmp_path, 13, window_steps=5, show=False)
+    lines = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
+    kinds = [line["kind"] for line in lines]
+    assert kinds == ["start", "peak", "save", "window", "save", "save", "window", "window", "end"]
+    assert [line["step"] for line in lines if line["kind"] == "window"] == [7, 12, 13]
+    assert lines[-2]["metrics"] == metrics
+    assert lines[-2]["ranks"][0]["loss"] == metrics["loss"]
+    assert logger.file is not None
+    rows = logger.file.read_text().splitlines()
+    assert len(rows) == 4
+    assert "monitor/step_seconds" in rows[0]
+
+
+def test_a_file_of_a_killed_run_is_continued_on_a_line_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "monitor.jsonl").write_text('{"kind": "sta')
+    with alone() as fabric:
+        fabric.monitor(tmp_path)
+    lines = (tmp_path / "monitor.jsonl").read_text().splitlines()
+    assert lines[0] == '{"kind": "sta'
+    assert json.loads(lines[1])["kind"] == "start"
+
+
+def test_what_the_program_gives_is_shown_as_it_is(tmp_path: Path) -> None:
+    with alone() as fabric:
+        model = nn.Linear(2, 1)
+        model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.5))
+        monitor = fabric.monitor(window_steps=2, show=False)
+        for step in range(5):
+            fabric.backward(model(torch.ones(3, 2)).sum())
+            optimizer.step()
+            monitor.add(samples=3, loss=7.0, gradient_norm=torch.tensor(float(step)))
+    assert monitor.latest["loss"] == 7
+    assert monitor.latest["gradient_norm"] == 4
+    assert monitor.latest["samples_per_second"] > 0
+    assert model._forward_pre_hooks == {}
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with alone() as fabric:
+        with pytest.raises(ValueError, match=r"`fabric.monitor\(window_steps=0\)`: a window has 1 step or more."):
+            fabric.monitor(window_steps=0)
+        with pytest.raises(OSError, match=r"writes `.*file/monitor.jsonl`, and cannot: .* Name a folder that can be"):
+            fabric.monitor(tmp_path / "file")
+        monitor = fabric.monitor()
+        with pytest.raises(RuntimeError, match=r"`fabric.monitor\(\)` was called twice. Keep what the first call"):
+            fabric.monitor()
+        with pytest.raises(ValueError, match=r"`monitor.add\(tokens=-1\)`: write how many came since the last call"):
+            monitor.add(tokens=-1)
+        with pytest.raises(TypeError, match=r"`monitor.add\(tokens=...\)` was given a `Tensor`. Write a number"):
+            monitor.add(tokens=torch.ones(1))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="needs the ranks, which do not exist yet"):
+        Fabric(accelerator="cpu", devices=2).monitor()
+
+
+METRICS = {
+    "step_seconds": 0.0812,
+    **{f"{phase}_seconds": 0.0116 for phase in PHASES},
+    "steps_per_second": 12.3,
+    "samples_per_second": 394.0,
+    "tokens_per_second": 1.2e6,
+    "flops_per_second": 3.2e14,
+    "mfu": 0.412,
+    "loss": 2.31,
+    "gradient_norm": 0.87,
+    "learning_rate": 3e-4,
+    "device_memory_peak_bytes": 6.4e10,
+}
+SLOW = "Rank 2 is late in backward, by 50 ms of each step (31%); the others wait for it."
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_is_never_wider_than_the_terminal(width: int) -> None:
+    terminal = Terminal()
+    console = Console(file=terminal, width=width, height=40, force_terminal=True, color_system=None)
+    table = Table(console)
+    table.show(1240, METRICS, [METRICS | {"rank": rank} for rank in range(12)], SLOW)
+    console.print("what the program prints")
+    table.close()
+    lines = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", terminal.getvalue()).splitlines()
+    assert max(map(len, lines)) <= width
+    shown = " ".join(lines)
+    assert "Rank 2 is late in backward" in shown
+    assert "what the program prints" in shown
+    for word in ("step 1,240", "12.3 steps/s", "394 samples/s", "1.20 M tokens/s", "MFU 41.2%", "64.0 GB", "81.2 ms"):
+        assert word in shown
+    assert "4 more ranks wait longer" in shown
+
+
+def test_where_there_is_no_terminal_a_window_is_one_line() -> None:
+    file = io.StringIO()
+    Table(Console(file=file)).show(7, METRICS, [METRICS | {"rank": 0}], SLOW)
+    assert file.getvalue() == (
+        "step 7, 12.3 steps/s, 394 samples/s, 1.20 M tokens/s, 320 TFLOP/s, MFU 41.2%, loss 2.31, norm 0.87, lr 0.0003"
+        "; data 14%, forward 14%, backward 14%, optimizer 14%, waiting 14%, saving 14%, other 14%. "
+        f"{SLOW}\n"
+    )
