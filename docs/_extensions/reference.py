@@ -166,7 +166,7 @@ HOW_TO = {
     "Launch": "launch notebooks slurm kubernetes tpu rank-zero",
     "The loop": "accumulate weight-by-tokens gradient-clipping mixed-precision scheduler several-models other-methods "
     "weight-averaging compile optimizers callbacks",
-    "Data": "seeds iterable-dataset token-batches",
+    "Data": "batch-size seeds iterable-dataset token-batches",
     "Evaluate, save and stop": "evaluate checkpoints best-checkpoint resume early-stopping preemption",
     "Memory and strategies": "choose-a-strategy strategies memory fsdp deepspeed lora tensor-parallel",
     "See what happens": "own-logger report profiling hangs verify",
