@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
@@ -79,6 +80,10 @@ class Session:
             stack.callback(self.forget)  # before the teardown: models hold on to the process group
             stack.callback(self.objects.detach)
             self.moments.add(*request.checks, *self._sanitizer(request, chosen))
+            if request.log_dir is not None and world.is_global_zero:
+                from fabric.configure.description import describe
+
+                describe(Path(request.log_dir), chosen)
             self._open = stack.pop_all()
 
     def begin(self) -> None:

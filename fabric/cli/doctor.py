@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from fabric.configure.abilities import PRECISIONS, report, with_every_accelerator
 from fabric.configure.machine import Machine
 from fabric.configure.request import Request
-from fabric.report.abilities import PRECISIONS, report, with_every_accelerator
 from fabric.strategies.capabilities import CAPABILITIES
 from fabric.strategies.strategy_names import strategy_registrations
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, final
 
 from fabric.checkpoints.directory import Name
-from fabric.report.description import NAME as DESCRIPTION
+from fabric.configure.description import NAME as DESCRIPTION
 from fabric.strategies.checkpoint.manifest import NAME as MANIFEST
 
 Line: TypeAlias = Mapping[str, Any]

@@ -53,4 +53,6 @@ def test_a_run_that_fails_is_reported_with_its_failure_trace_metrics_and_checkpo
         assert "Steps 2 to 3: trace-2-3.json.gz" in text
         assert "checkpoints/000001-step-5-metric-0.5\t5\t0.5\t" in text
         rows = page.run('[...document.querySelectorAll("section")].length')
-        assert rows == 4  # traces, what happened when, failures, checkpoints
+        assert rows == 6  # settings, traces, what happened when, failures, checkpoints, the machine
+        assert "devices\t0, 1\targument" in text
+        assert f"log_dir\t{folder}\tcommand line" in text

@@ -15,10 +15,10 @@ import pytest
 import template
 import torch
 
+from fabric.configure.abilities import report
 from fabric.configure.machine import Found, Machine
 from fabric.launchers.process.program import Program
 from fabric.launchers.world import World
-from fabric.report.abilities import report
 from fabric.strategies import DDPStrategy, available_strategies
 from fabric.strategies.accelerators import CPUAccelerator, TorchAccelerator
 from fabric.strategies.registry import Registration

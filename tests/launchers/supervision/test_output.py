@@ -47,7 +47,7 @@ def command(folder: Path, launcher: str, devices: int = 2, how: str = "", *optio
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in sorted((folder / "logs").iterdir())}
+    return {path.name: path.read_text() for path in sorted((folder / "logs").glob("*.log"))}
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import json
 import os
 from pathlib import Path
 
+from fabric.configure.description import describe
 from fabric.configure.explain import configure
 from fabric.configure.request import Request
-from fabric.report.description import describe
 
 
 def test_the_settings_of_a_run_and_the_doctor_of_its_machine_are_written_down(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from fabric.configure.abilities import report, with_every_accelerator
 from fabric.configure.resolve import Resolved
-from fabric.report.abilities import report, with_every_accelerator
 from fabric.strategies.registry import Registration
 
 NAME = "run.json"
