@@ -293,3 +293,33 @@ def test_the_sanitizer_waits_in_the_steps_that_it_watches_and_in_no_other() -> N
     pairs = zip(with_it.launch(waits_of_steps), without.launch(waits_of_steps), strict=True)
     waiting = [number for number, (one, other) in enumerate(pairs, start=1) if one != other]
     assert waiting == [1, 2, 3, 4, 5, 8, 9, 16, 17], "until the backward after a watched step"
+
+
+def waits_with_a_monitor(fabric: Fabric, is_on: bool) -> tuple[list[int], dict[str, float]]:
+    """How often this rank waits for the device in each step, and what the monitor has measured."""
+    net = Net()
+    model, optimizer = fabric.setup(net, AdamW(net.parameters(), lr=1e-3))
+    monitor = fabric.monitor(window_steps=5, show=False) if is_on else None
+    batch, found = torch.ones(2, 8, device=fabric.device) + fabric.global_rank, []
+    for _ in range(20):
+        with counting() as waits:
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(waits.total)
+    return found, {} if monitor is None else dict(monitor.latest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_monitor_waits_for_no_device(strategy: str) -> None:
+    (with_it, metrics), (without, _) = (
+        Fabric(accelerator="cuda", devices=2, strategy=strategy, launcher="forkserver", sanitize=False).launch(
+            waits_with_a_monitor, is_on
+        )
+        for is_on in (True, False)
+    )
+    assert with_it == without
+    assert metrics["loss"] > 0
+    assert metrics["backward_seconds"] > 0
+    assert metrics["device_memory_peak_bytes"] > 0

@@ -95,9 +95,15 @@ class Throughput:
 
 
 class ThroughputMonitor(Throughput):
-    """`Throughput` that knows the number of ranks, and logs. Without `available_flops=` there is no `device/mfu`."""
+    """`Throughput` that knows the number of ranks and the dense peak of the device (`fabric.monitor`), and logs. For a
+    device that is not in the table, `device/mfu` needs `available_flops=`."""
 
     def __init__(self, fabric: "Fabric", **kwargs: Any) -> None:
+        if kwargs.get("available_flops") is None:
+            from fabric.monitor.flops import device_name, known_peak
+
+            known = known_peak(device_name(fabric.device), fabric.core.precision.compute_dtype)
+            kwargs["available_flops"] = None if known is None else known[0]
         super().__init__(world_size=fabric.world_size, **kwargs)
         self._fabric = fabric
         self.step = -1
@@ -117,12 +123,19 @@ def measure_flops(
 ) -> int:
     """Count the floating-point operations of a forward, and of backward if `loss_fn` is given.
 
-    Source: `torch.utils.flop_counter`; on the device "meta" nothing is computed.
+    What activation checkpointing computes again is not counted, as in `fabric.monitor`. On the device "meta" nothing
+    is computed.
     """
-    from torch.utils.flop_counter import FlopCounterMode
+    from fabric.monitor.flops import ModelFlops
 
-    with FlopCounterMode(display=False) as counter:
+    counter = ModelFlops()
+    counter.start()
+    try:
         output = forward_fn()
         if loss_fn is not None:
-            loss_fn(output).backward()  # type: ignore[no-untyped-call]
-    return int(counter.get_total_flops())
+            loss = loss_fn(output)
+            counter.is_in_backward = True
+            loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        flops = counter.stop()
+    return flops
