@@ -169,7 +169,7 @@ HOW_TO = {
     "Data": "batch-size seeds iterable-dataset token-batches",
     "Evaluate, save and stop": "evaluate checkpoints best-checkpoint resume early-stopping preemption",
     "Memory and strategies": "choose-a-strategy strategies memory fsdp deepspeed lora tensor-parallel",
-    "See what happens": "own-logger report profiling hangs verify",
+    "See what happens": "own-logger monitor report profiling hangs verify",
     "Extend": "own-strategy own-check own-environment",
     "Move": "migrate",
 }

@@ -109,7 +109,7 @@ class Monitor(Check):
 
     @property
     def latest(self) -> Mapping[str, float]:
-        """The numbers of the latest window, on rank 0: see the table in docs/monitoring.md."""
+        """The numbers of the latest window, on rank 0: see the table in docs/how-to/monitor.md."""
         return self._results.latest
 
     def add(
