@@ -849,10 +849,8 @@ class Fabric(Output):
 
             fabric.trace(steps=range(10, 12))  # before the loop: steps 10 and 11, counted from 1
 
-        `trace-10-11.json.gz` has rows for each rank, all on one clock; `trace-10-11.summary.json` how long each rank
-        computed, and how long collectives ran with and without computation beside them. `folder`: by default `log_dir`,
-        or else the current one. After the last step the ranks wait for the device, and send their events to rank 0.
-        Other steps cost one call of Python before, and nothing after.
+        `folder`: of `trace-10-11.json.gz` and of its summary; by default `log_dir`, or else the current one. After the
+        last step the ranks wait for the device, and send their events to rank 0. Other steps cost one call at most.
         Ranks: all. Raises: ValueError: the steps are no range of steps to come.
         """
         from fabric.report.trace import Trace

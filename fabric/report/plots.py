@@ -12,10 +12,9 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
+from fabric.monitor.window import PHASES
 from fabric.report.run import Run
 
-PHASES = ("data", "forward", "backward", "optimizer", "waiting", "saving", "other")
-"""In the order of a step."""
 MOST_RANKS = 32
 INK, GRID = "#0e0e01", "#0e0e02"
 COLORS = tuple(f"#0f0f{number:02x}" for number in range(8))
