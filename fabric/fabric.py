@@ -58,6 +58,7 @@ Folder: TypeAlias = str | os.PathLike[str] | None
 T = TypeVar("T")
 P = ParamSpec("P")
 Key = TypeVar("Key")
+Context: TypeAlias = AbstractContextManager[None]
 Number = TypeVar("Number", bound=float)
 Self = TypeVar("Self", bound="Fabric")
 Module = TypeVar("Module", bound=nn.Module)
@@ -314,8 +315,7 @@ class Fabric(Output):
     @overload
     def setup_optimizers(self, *optimizers: Optimizer) -> Any: ...
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Prepare optimizers of models that were set up before; returns the optimizer, or a tuple in the order
-        given."""
+        """Prepare optimizers of models that were set up before; returns the optimizer, or a tuple in their order."""
         if not optimizers:
             raise ValueError("`fabric.setup_optimizers()` was given no optimizer. Pass at least one.")
         arguments.check_optimizers(optimizers)
@@ -483,9 +483,7 @@ class Fabric(Output):
             raise ValueError(self.strategy.lacks["ema"])
         return MovingAverage(prepared, decay, self._connected.runtime.collective)
 
-    def gathered(
-        self, module: nn.Module, *, write: bool = False, for_forward: bool = False
-    ) -> AbstractContextManager[None]:
+    def gathered(self, module: nn.Module, *, write: bool = False, for_forward: bool = False) -> Context:
         """Context: the parameters of a prepared model, or of a submodule of it, are whole, also where the strategy has
         them in shards. For what reads weights outside of forward, such as a penalty in the loss:
 
@@ -507,17 +505,15 @@ class Fabric(Output):
         After an exception within, nothing is written into shards.
         `for_forward=True`: the model may be called, and generate, without gradients and without messages: ranks may
         run different numbers of forwards. Memory: the whole model, on every rank.
-        Ranks: all, with the same module. Memory: the copies, until backward if they are in the loss.
+        Ranks: all, with the same module. Otherwise memory: the copies, until backward if they are in the loss.
         Raises: RuntimeError: a copy was changed in place without `write=True`; or, on every rank, ranks have written
         other values, such as rank 0 alone.
         """
         inner, session = uncompiled(module), self._connected
         model = next((each for each in session.objects.models.values() if each.holds(inner)), None)
         if for_forward:
-            arguments.refuse_writing(write)
-            return gathered_for_forward(inner, model, session.runtime)
-        layout = session.runtime.layout if model is None else model.layout
-        is_alike = layout.weights != "any"
+            return gathered_for_forward(inner, model, session.runtime, write=write)
+        is_alike = (session.runtime.layout if model is None else model.layout).weights != "any"
         return gathered(inner, model, self.collective, is_alike=is_alike, write=write)
 
     def find_batch_size(self, function: Callable[[int], object], *, start: int = 1, most: int = 2**16) -> int:
@@ -526,17 +522,10 @@ class Fabric(Output):
             def run(batch_size):
                 fabric.backward(model(torch.zeros(batch_size, 512, dtype=torch.long, device=fabric.device)).mean())
 
-            batch_size = fabric.find_batch_size(run, start=8)
-
-        The size doubles from `start` on, and is then halved in. Gradients are not synchronised, and all is given back:
-        memory, gradients, buffers, generators, and positions of loaders are as before. A step raises.
-        Ranks: all. Raises: OutOfMemoryError: batch size 1 does not fit; ValueError: forward or backward sends messages,
-        as with weights in shards; and every error of the function that is not of memory.
+        Gradients are not synchronised; memory, gradients, buffers, generators and loaders are as before. Ranks: all.
+        Raises: OutOfMemoryError: 1 does not fit; ValueError: forward or backward sends messages, as with shards.
         """
-        from fabric.loop.batch_size import find_batch_size
-
-        session = self._connected
-        return find_batch_size(function, session.objects, session.accumulation, session.runtime, start, most)
+        return self._connected.find_batch_size(function, start, most)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Context: forward and backward of `module` do not synchronise gradients. For gradient accumulation: run the
@@ -614,8 +603,7 @@ class Fabric(Output):
         check_call(self.collective, "barrier")  # an all-reduce: no rank has it before all have come
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the object of rank `src` on every rank. Tensors are sent as tensors, all else is pickled. Ranks:
-        all."""
+        """Return the object of rank `src` on every rank. Tensors are sent as tensors, all else pickled. Ranks: all."""
         return self.collective.broadcast_object(obj, src)  # type: ignore[no-any-return]
 
     @overload
@@ -787,26 +775,20 @@ class Fabric(Output):
         dequantize: bool = False,
         merge_adapters: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the names of a model's tensors and the whole tensors, for an engine of rollouts, an export or a
-        teacher, as `fabric.state_dict` has them, a few at a time:
+        """Iterate over the names and the whole tensors of `fabric.state_dict(model)`, a few at a time, on every rank:
 
             for name, tensor in fabric.weights(model, torch.bfloat16):
                 if fabric.is_global_zero:
                     engine.update(name, tensor)
 
-        Tensors are new, on this rank's device, on every rank; a tied tensor comes once, under its first name. `dtype`:
-        that of floating-point tensors; a cast before they are sent. `prefix`: of each name. `dequantize`: quantised
-        weights as plain tensors. `merge_adapters`: weights with peft's adapters merged into them.
-        A bucket of `bucket_bytes`, or of one larger tensor, is gathered before its first tensor is yielded: a rank that
-        is busy between tensors delays the others. A rank that leaves its loop early takes part in the buckets that
-        other ranks read, before its next line runs. Do not step the optimizer within the loop.
-        Ranks: all iterate, with the same arguments. Memory: two buckets, and the tensors that the loop holds.
+        Tensors are new, on this rank's device; a tied one comes once, under its first name. `dtype`: of floating-point
+        tensors. `prefix`: of each name. `dequantize`: quantised weights as plain tensors. `merge_adapters`: peft's
+        adapters merged into the weights. A bucket of `bucket_bytes`, or of one larger tensor, is gathered before its
+        first tensor is yielded. A rank that leaves its loop takes part in the buckets that others read. No step within.
+        Ranks: all, with the same arguments. Memory: two buckets, and the tensors that the loop holds.
         """
-        from fabric.checkpoints.weights import Wanted, weights
-
-        session, inner = self._connected, uncompiled(model)
-        wanted = Wanted(dtype, bucket_bytes, prefix, dequantize, merge_adapters)
-        return weights(session.runtime, inner, session.objects.state_access(inner), wanted)
+        inner, checkpoints = uncompiled(model), self._connected.checkpoints
+        return checkpoints.weights(inner, dtype, bucket_bytes, prefix, dequantize, merge_adapters)
 
     @overload
     def state_dict(self, model: nn.Module, optimizer: None = None, *, all_ranks: bool = False) -> dict[str, Any]: ...

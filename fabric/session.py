@@ -3,7 +3,7 @@
 import atexit
 import os
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -98,6 +98,12 @@ class Session:
             if sys.exc_info()[1] is None and "last_value" not in vars(sys):
                 for moment in self.moments.closing:
                     moment()
+
+    def find_batch_size(self, function: Callable[[int], object], start: int, most: int) -> int:
+        """See `Fabric.find_batch_size`."""
+        from fabric.loop.batch_size import find_batch_size
+
+        return find_batch_size(function, self.objects, self.accumulation, self.runtime, start, most)
 
     def guard_gradients(self, on_nonfinite: OnNonfinite | None) -> None:
         """See `Fabric.guard_gradients`."""

@@ -5,7 +5,7 @@ for it.
 """
 
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cache
 from typing import Any, final
 
@@ -128,6 +128,12 @@ class Checkpoints:
             whole = gathered(self._collective, content)
         states = [snapshot(whole[each], objects, local_part) if whole else {} for each in content]
         return self._collective.broadcast_object(states) if all_ranks else states
+
+    def weights(self, module: nn.Module, *wanted: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Fabric.weights`; `wanted`: the fields of `Wanted`."""
+        from fabric.checkpoints.weights import Wanted, weights
+
+        return weights(self._runtime, module, self._access(module), Wanted(*wanted))
 
     def content(self, state: Mapping[str, Any], keep: Filter | None) -> dict[str, Any]:
         """The states of the objects, as each rank holds them. Ranks: all."""

@@ -1,12 +1,13 @@
 """Whole parameters of a model, read or written outside of its forward, under every strategy: `Fabric.gathered`."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
 
+from fabric.configure.arguments import refuse_writing
 from fabric.strategies.checkpoint.state import PLAIN
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.module.deepcopy import user_hooks_alone
@@ -98,9 +99,16 @@ class _Place:
                 state[prefix + name] = each
 
 
-@contextmanager
-def gathered_for_forward(module: nn.Module, prepared: Prepared | None, runtime: Runtime) -> Iterator[None]:
+def gathered_for_forward(
+    module: nn.Module, prepared: Prepared | None, runtime: Runtime, *, write: bool
+) -> AbstractContextManager[None]:
     """See `Fabric.gathered`: the module runs the user's own code and hooks, and the precision's, without messages."""
+    refuse_writing(write)
+    return _gathered_for_forward(module, prepared, runtime)
+
+
+@contextmanager
+def _gathered_for_forward(module: nn.Module, prepared: Prepared | None, runtime: Runtime) -> Iterator[None]:
     access = PLAIN if prepared is None else prepared.state
     if len(access.shapes(module)) > len(PLAIN.shapes(module)):
         raise ValueError(_IN_STAGES.format(model=type(module).__name__))
