@@ -35,7 +35,7 @@ from fabric.output.logger import report_open_run
 from fabric.output.output import Output
 from fabric.session import Session
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful, uncompiled
+from fabric.strategies.checkpoint.state import Filter, Stateful, is_stateful
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, ReduceOp
 from fabric.strategies.collectives.fabric_calls_check import check_call
@@ -45,6 +45,7 @@ from fabric.strategies.data.transfer import move
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.precision.precision import Precision, autocast
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.tensors.parameters import uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.launcher_names import launcher_row
+from fabric.launchers.launcher_registry import launcher_row
 from fabric.launchers.process.os_process import exit_fd
 from fabric.launchers.process.program import STARTED_IN, Program, this_program
 from fabric.launchers.rank import task as tasks

@@ -6,7 +6,7 @@ The names below are imported at their first use, so that an unused strategy does
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fabric.strategies.strategy_names import TABLE
+from fabric.strategies.strategy_registry import TABLE
 
 if TYPE_CHECKING:
     from fabric.strategies.collectives.row_exchange import Route as Route
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from fabric.strategies.sharding.mesh import along as along
     from fabric.strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
     from fabric.strategies.strategy import Strategy as Strategy
-    from fabric.strategies.strategy_names import available_strategies as available_strategies
-    from fabric.strategies.strategy_names import register_strategy as register_strategy
+    from fabric.strategies.strategy_registry import available_strategies as available_strategies
+    from fabric.strategies.strategy_registry import register_strategy as register_strategy
     from fabric.strategies.xla.fsdp import XLAFSDPStrategy as XLAFSDPStrategy
     from fabric.strategies.xla.replicas import XLAStrategy as XLAStrategy
     from fabric.strategies.xla.single_device import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
@@ -44,9 +44,9 @@ _HOME = {
     "Route": "collectives.row_exchange",
     "Strategy": "strategy",
     "along": "sharding.mesh",
-    "available_strategies": "strategy_names",
+    "available_strategies": "strategy_registry",
     "blocks_of": "module.wrap_policy",
-    "register_strategy": "strategy_names",
+    "register_strategy": "strategy_registry",
 }
 
 __all__ = list(_HOME)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fabric.launchers.launcher_names import PER_DEVICE
+from fabric.launchers.launcher_registry import PER_DEVICE
 from fabric.strategies.module.wrap_policy import check_policy
 from fabric.strategies.strategy import Strategy
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
+from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful
 from fabric.strategies.gradients.clipping import clip_norm, clip_value, gradients_are_finite
 from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
 from fabric.strategies.module.forward import Around, ForwardPath
@@ -25,6 +25,7 @@ from fabric.strategies.optimizers.owners import needs_owners, refuse_shards, ste
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.precision.precision import autocast, cast_inputs, cast_module, cast_output, casts
 from fabric.strategies.runtime import Layout, Runtime
+from fabric.strategies.tensors.parameters import uncompiled
 from fabric.strategies.undo import undo_all
 
 

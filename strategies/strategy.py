@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability, Target
-from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.data.partition import Use
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.wrap_policy import Policy
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared, attach_to_steps
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.tensors.parameters import uncompiled
 
 _ARGS = "\n\nArgs:\n"
 

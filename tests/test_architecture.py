@@ -45,7 +45,7 @@ PART_IMPORTS = {
     ): "which have streams",
     ("strategies/data/transfer.py", "fabric.strategies.accelerators.torch_accelerator"): "which have streams",
     (
-        "strategies/accelerators/accelerator_names.py",
+        "strategies/accelerators/accelerator_registry.py",
         "fabric.strategies.registry",
     ): "one way to register names, for all",
     ("strategies/accelerators/xla.py", "fabric.launchers.environments.xla"): "PJRT's devices are what variables say",

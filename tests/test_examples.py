@@ -17,7 +17,7 @@ import template
 
 from fabric.strategies.accelerators.accelerator import CPUAccelerator
 from fabric.strategies.capabilities import Target
-from fabric.strategies.strategy_names import available_strategies, make_strategy
+from fabric.strategies.strategy_registry import available_strategies, make_strategy
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -269,7 +269,7 @@ def test_the_links_of_a_page_lead_to_files_and_headings_that_exist(page: Path) -
 
 
 def test_strategies_md_lists_all_strategies() -> None:
-    from fabric.strategies.strategy_names import strategy_registrations
+    from fabric.strategies.strategy_registry import strategy_registrations
 
     text = (ROOT / "docs/how-to/strategies.md").read_text()
     table = text[text.index("| `strategy=` |") : text.index('"Others" are the devices')]

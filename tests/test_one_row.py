@@ -64,11 +64,11 @@ ROWS = {
         "    SlurmEnvironment(),\n",
         '    __import__("fabric.launchers.environments.beehive", fromlist=["x"]).BeehiveEnvironment(),\n',
     ),
-    "launchers/launcher_names.py": (
+    "launchers/launcher_registry.py": (
         "_TABLE = (\n",
         '    LauncherRow(name="tandem", path="tandem:tandem", description="two by two", needs_function=True),\n',
     ),
-    "strategies/strategy_names.py": (
+    "strategies/strategy_registry.py": (
         "_TABLE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {\n",
         '    "solo": ("solo:solo", "all alone", {}),\n',
     ),

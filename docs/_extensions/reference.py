@@ -54,7 +54,7 @@ def _public(module: Any) -> list[str]:
 def strategies() -> str:
     """Each strategy: its docstring, the names by which it is passed, and each option with its default."""
     from fabric.strategies import Strategy
-    from fabric.strategies.strategy_names import strategy_registrations
+    from fabric.strategies.strategy_registry import strategy_registrations
 
     module, found = importlib.import_module("fabric.strategies"), []
     registered: dict[type, list[str]] = {}

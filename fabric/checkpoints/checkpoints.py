@@ -27,20 +27,13 @@ from fabric.strategies.checkpoint.errors import (
     read_by_rank_zero,
 )
 from fabric.strategies.checkpoint.mismatches import mismatches, table
-from fabric.strategies.checkpoint.state import (
-    RUN,
-    Filter,
-    ObjectStates,
-    Stateful,
-    is_stateful,
-    named_objects,
-    uncompiled,
-)
+from fabric.strategies.checkpoint.state import RUN, Filter, ObjectStates, Stateful, is_stateful, named_objects
 from fabric.strategies.checkpoint.storage import storage_of
 from fabric.strategies.checkpoint.tensors import gathered, snapshot
 from fabric.strategies.checkpoint.write_and_commit import BackgroundSaves, PendingSave
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.dtensor import local_part
+from fabric.strategies.tensors.parameters import uncompiled
 
 Path = str | os.PathLike[str]
 
@@ -131,7 +124,7 @@ class Checkpoints:
 
     def weights(self, module: nn.Module, *wanted: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Fabric.weights`; `wanted`: the fields of `Wanted`."""
-        from fabric.checkpoints.weights import Wanted, weights
+        from fabric.checkpoints.weights_in_buckets import Wanted, weights
 
         return weights(self._runtime, module, self._access(module), Wanted(*wanted))
 

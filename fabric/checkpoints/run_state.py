@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fabric.checkpoints.loader_positions import LoaderPositions
 from fabric.loop.setup import SetUp
-from fabric.strategies.accelerators.accelerator_names import device_rngs
+from fabric.strategies.accelerators.accelerator_registry import device_rngs
 from fabric.strategies.checkpoint.state import named_objects
 from fabric.strategies.checkpoint.tensors import in_memory, of_other_rank, of_rank
 from fabric.strategies.data.device_loader import DeviceLoader

@@ -14,11 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.checks.agreement import SanitizerError
 from fabric.checks.training_state import Parameters
-from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.module.deepcopy import Hook
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.sharding.fully_shard import fsdp_modules
 from fabric.strategies.tensors.dtensor import user_class
+from fabric.strategies.tensors.parameters import uncompiled
 
 
 @final

@@ -30,7 +30,7 @@ from fabric.checks.check import Check, Moments, StepCounter
 from fabric.checks.forward_weights import WatchedModel
 from fabric.checks.training_state import gradients_of, modes_of, names_in, options_of, weights_and_states
 from fabric.checks.unprepared_optimizers import UnpreparedOptimizers
-from fabric.strategies.accelerators.accelerator_names import device_rngs
+from fabric.strategies.accelerators.accelerator_registry import device_rngs
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.collectives.torch_calls_check import compare_collectives
 from fabric.strategies.data.rng import digest, torch_rng

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from fabric.checks.check import Check
 from fabric.checks.verify_record import RankFacts, Record, Recording, Sketch, Step, sketch_of
 from fabric.launchers.process.stack import FORWARD
-from fabric.strategies.checkpoint.state import StateAccess, uncompiled
+from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.checkpoint.tensors import gathered
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.data.partition import Joined
@@ -32,7 +32,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.tensors.nests import tensors_in
-from fabric.strategies.tensors.parameters import parameters_of
+from fabric.strategies.tensors.parameters import parameters_of, uncompiled
 
 SCALE = 2.0**10
 """The largest loss scale at the start."""

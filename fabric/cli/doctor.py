@@ -14,7 +14,7 @@ from fabric.configure.abilities import PRECISIONS, report, with_every_accelerato
 from fabric.configure.machine import Machine
 from fabric.configure.request import Request
 from fabric.strategies.capabilities import CAPABILITIES
-from fabric.strategies.strategy_names import strategy_registrations
+from fabric.strategies.strategy_registry import strategy_registrations
 
 
 def doctor(parsed: argparse.Namespace) -> int:

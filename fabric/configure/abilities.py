@@ -16,10 +16,10 @@ import torch
 from fabric.configure.machine import Found, Machine
 from fabric.configure.request import Request
 from fabric.configure.resolve import resolve
-from fabric.launchers.launcher_names import LAUNCHERS
+from fabric.launchers.launcher_registry import LAUNCHERS
 from fabric.launchers.process.os_process import num_cores
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.accelerators.accelerator_names import accelerators
+from fabric.strategies.accelerators.accelerator_registry import accelerators
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.precision.precision import Precision, PrecisionWord
 from fabric.strategies.registry import Registration

@@ -6,7 +6,7 @@ If a world exists already, `auto` takes as many as it has processes on this node
 
 from fabric.configure.machine import Found, Machine, describe_world
 from fabric.configure.request import Request
-from fabric.launchers.launcher_names import OURS
+from fabric.launchers.launcher_registry import OURS
 from fabric.strategies.strategy import Strategy
 
 

@@ -16,15 +16,15 @@ from fabric.configure.request import Request
 from fabric.launchers.environments import ENVIRONMENTS, detect_world
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.torchelastic import OursEnvironment
-from fabric.launchers.launcher_names import OURS
+from fabric.launchers.launcher_registry import OURS
 from fabric.launchers.process.program import Program, this_program
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator, CPUAccelerator
-from fabric.strategies.accelerators.accelerator_names import accelerators, make_accelerator
+from fabric.strategies.accelerators.accelerator_registry import accelerators, make_accelerator
 from fabric.strategies.capabilities import Target
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy
-from fabric.strategies.strategy_names import make_strategy
+from fabric.strategies.strategy_registry import make_strategy
 
 _SCRIPT = Program(flags=(), kind="script", target="train.py", arguments=())
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
-from fabric.launchers.launcher_names import OURS
+from fabric.launchers.launcher_registry import OURS
 
 Devices: TypeAlias = Literal["auto", "all"] | int | tuple[int, ...]
 """'auto', -1 for all, a number of devices, or their indices."""

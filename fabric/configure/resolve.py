@@ -24,13 +24,13 @@ from fabric.configure.options import DEFAULT_MAX_RESTARTS
 from fabric.configure.request import Request
 from fabric.launchers.environments import ENVIRONMENTS
 from fabric.launchers.launcher import Topology
-from fabric.launchers.launcher_names import OURS, PER_DEVICE, launcher_row
+from fabric.launchers.launcher_registry import OURS, PER_DEVICE, launcher_row
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.options import check_options, with_timeout
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy
-from fabric.strategies.strategy_names import make_strategy
+from fabric.strategies.strategy_registry import make_strategy
 
 Conflict: TypeAlias = Callable[[Request, Machine], str | None]
 
@@ -231,7 +231,7 @@ class Resolved:
     """Indices of the devices this node uses; `devices[local_rank]` is the device of a rank, if each rank has one."""
     precision: Precision
     launcher: str
-    """For `choose_launcher`: a name in `launchers/launcher_names.py`, auto (the safest at `launch`), or external."""
+    """For `choose_launcher`: a name in `launchers/launcher_registry.py`, auto (the safest at `launch`), or external."""
     max_restarts: int
     """The maximal number of restarts of `elastic`."""
     world: World | None

@@ -4,7 +4,7 @@ from typing import final
 
 import torch
 
-from fabric.strategies.accelerators.accelerator_names import make_accelerator
+from fabric.strategies.accelerators.accelerator_registry import make_accelerator
 
 
 class Accelerator:

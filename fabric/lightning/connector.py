@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeAlias
 from fabric.lightning.accelerators import Accelerator
 from fabric.lightning.plugins import CheckpointIO, ClusterEnvironment, Precision, refuse_checkpoint_io
 from fabric.lightning.strategies.strategy import Strategy
-from fabric.strategies.accelerators.accelerator_names import available_accelerators
+from fabric.strategies.accelerators.accelerator_registry import available_accelerators
 from fabric.strategies.collectives.collective import ReduceOp
 
 _PRECISION_INPUT_INT: TypeAlias = Literal[64, 32, 16]

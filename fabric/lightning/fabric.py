@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.fabric import Fabric as CoreFabric
-from fabric.launchers.launcher_names import LAUNCHERS
+from fabric.launchers.launcher_registry import LAUNCHERS
 from fabric.launchers.process.program import caller_that_continues
 from fabric.lightning.accelerators import Accelerator, accelerator_of
 from fabric.lightning.connector import core_arguments, reduction

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.data.device_loader import DeviceLoader as _FabricDataLoader
 from fabric.strategies.precision.precision import Precision, casts
 from fabric.strategies.tensors.nests import map_only_tensors
+from fabric.strategies.tensors.parameters import uncompiled
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from fabric.strategies.checkpoint.state import ObjectStates, ShardedStateful, uncompiled
+from fabric.strategies.checkpoint.state import ObjectStates, ShardedStateful
 from fabric.strategies.checkpoint.tensors import TensorShards, gathered, in_memory
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.tensors.dtensor import local_part
+from fabric.strategies.tensors.parameters import uncompiled
 from fabric.strategies.tensors.wrapper_subclass import is_wrapped
 
 

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from fabric.strategies.accelerators.accelerator_names import accelerators
+from fabric.strategies.accelerators.accelerator_registry import accelerators
 
 
 def seed_everything(seed: int, workers: bool = True) -> int:

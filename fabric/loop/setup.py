@@ -20,9 +20,9 @@ from fabric.checks.check import Moments, StepCounter
 from fabric.checks.unprepared_optimizers import UnpreparedOptimizers
 from fabric.loop.accumulation import Accumulation
 from fabric.loop.weighting import ClosureLoss, Weighting
-from fabric.strategies.accelerators.accelerator_names import make_accelerator
+from fabric.strategies.accelerators.accelerator_registry import make_accelerator
 from fabric.strategies.checkpoint.direct_state_dict import refuse_whole_states, report_shards
-from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
+from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful
 from fabric.strategies.gradients.bare_parameters import BareParameters, in_no_module, refuse_another_model
 from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.module.activation_checkpointing import recompute
@@ -33,7 +33,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Layout, Runtime
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.tensors.dtensor import user_class
-from fabric.strategies.tensors.parameters import parameters_of
+from fabric.strategies.tensors.parameters import parameters_of, uncompiled
 
 if TYPE_CHECKING:
     from fabric.strategies.data.device_loader import DeviceLoader

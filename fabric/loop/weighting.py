@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.weak import TensorWeakRef
 
-from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import HOST_DEVICES, Collective
 from fabric.strategies.gradients.sync import Factor, GradientSync, average, scale_gradients
@@ -24,7 +23,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.dtensor import as_sharded, local_part
 from fabric.strategies.tensors.gradient_placeholder import GradientPlaceholder
-from fabric.strategies.tensors.parameters import parameters_of
+from fabric.strategies.tensors.parameters import parameters_of, uncompiled
 
 Weight: TypeAlias = float | Tensor
 

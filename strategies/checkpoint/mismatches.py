@@ -7,7 +7,8 @@ from typing import Any, final
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.state import FindAccess, LoaderAccess, converts, is_stateful, uncompiled
+from fabric.strategies.checkpoint.state import FindAccess, LoaderAccess, converts, is_stateful
+from fabric.strategies.tensors.parameters import uncompiled
 
 _MAX_ROWS = 50
 

@@ -20,7 +20,7 @@ from fabric.strategies.checkpoint.values import pointer
 from fabric.strategies.tensors.dtensor import as_sharded, gathered_weight, local_part, own_part, shard_like, whole
 from fabric.strategies.tensors.gradient_placeholder import GradientPlaceholder
 from fabric.strategies.tensors.nests import map_only_tensors
-from fabric.strategies.tensors.parameters import parameters_of
+from fabric.strategies.tensors.parameters import parameters_of, uncompiled
 from fabric.strategies.tensors.wrapper_subclass import is_wrapped, plain_state, plain_tensors
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -323,11 +323,6 @@ def _take_wrapped(module: nn.Module, content: dict[str, Any]) -> dict[str, Any]:
                     plain.copy_(in_memory(rest.pop(key)))
             rest[name] = tensor
     return rest
-
-
-def uncompiled(module: nn.Module) -> nn.Module:
-    """The module itself, of the result of `torch.compile(module)`, whose names have a prefix."""
-    return module._modules.get("_orig_mod") or module
 
 
 def _kept(name: str, value: Any, choose: Callable[[str, Any], bool] | None) -> Any:

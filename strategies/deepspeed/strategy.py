@@ -18,7 +18,6 @@ from torch.optim import Adagrad, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from fabric.strategies.capabilities import Capability, Target, releases
-from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.deepspeed.config import PRECISIONS, choose_offload, choose_stage, engine_config, read_config
 from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, copy_of, gathered_parts, is_trained
@@ -36,6 +35,7 @@ from fabric.strategies.prepared import Prepared, TrainedWeights, make_contiguous
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import SHARDS, Layout, Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
+from fabric.strategies.tensors.parameters import uncompiled
 from fabric.strategies.tensors.wrapper_subclass import frozen_wrapped
 from fabric.strategies.torch_internals import disable_dynamo
 

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.capabilities import Capability, Target
-from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.module import model_checks
 from fabric.strategies.module.deepcopy import IN_SHARDS, Hook, refuse_copies
@@ -34,7 +33,7 @@ from fabric.strategies.runtime import SHARDS, Layout, Runtime
 from fabric.strategies.sharding.fully_shard import list_hidden_tensors_after, mark_gathering, restore_output_after
 from fabric.strategies.sharding.mesh import check_degrees
 from fabric.strategies.sharding.sharded_gradient_sync import ShardedGradientSync
-from fabric.strategies.tensors.parameters import name_some, own_tensors
+from fabric.strategies.tensors.parameters import name_some, own_tensors, uncompiled
 from fabric.strategies.tensors.wrapper_subclass import frozen_wrapped, move
 
 

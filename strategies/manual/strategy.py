@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.capabilities import Capability, Target
-from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.manual.manual_gradient_sync import ManualGradientSync
@@ -33,7 +32,7 @@ from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import REPLICAS, SHARDS, Layout, Runtime
 from fabric.strategies.sharding.fully_shard import fsdp_modules, reshard_roots
 from fabric.strategies.sharding.mesh import COPIES, along, check_degrees
-from fabric.strategies.tensors.parameters import parameters_of
+from fabric.strategies.tensors.parameters import parameters_of, uncompiled
 from fabric.strategies.tensors.wrapper_subclass import is_wrapped
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability, Target
-from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.clipping import clip_norm
@@ -47,7 +46,7 @@ from fabric.strategies.sharding.sharded_state import ShardedState
 from fabric.strategies.single_device import SingleDeviceStrategy
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.tensors.dtensor import as_sharded
-from fabric.strategies.tensors.parameters import name_some
+from fabric.strategies.tensors.parameters import name_some, uncompiled
 from fabric.strategies.tensors.wrapper_subclass import frozen_wrapped
 from fabric.strategies.tensors.wrapper_subclass import move as move_tensor
 

@@ -34,11 +34,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero
 from fabric.strategies.precision.precision import Precision, default_dtype
 from fabric.strategies.tensors.dtensor import as_sharded, local_part, shard_like, user_class, whole
+from fabric.strategies.tensors.parameters import uncompiled
 
 _RESET = ("reset_parameters", "_reset_parameters")
 """The second is the name in torch's `nn.MultiheadAttention` and `nn.Transformer`."""

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.fabric_calls_check import check_call
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.dtensor import as_sharded, user_class
 from fabric.strategies.tensors.packing import Spec
-from fabric.strategies.tensors.parameters import name_some, own_tensors
+from fabric.strategies.tensors.parameters import name_some, own_tensors, uncompiled
 from fabric.strategies.tensors.wrapper_subclass import frozen_wrapped, is_wrapped, plain_tensors
 
 

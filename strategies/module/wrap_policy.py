@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.tensors.dtensor import user_class
+from fabric.strategies.tensors.parameters import uncompiled
 
 Classes: TypeAlias = type[nn.Module] | Collection[type[nn.Module]] | Callable[..., bool]
 Policy: TypeAlias = Literal["blocks"] | Classes

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import torch
 from torch import nn
 
-from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.sharding.fully_shard import fsdp_modules
 from fabric.strategies.tensors.dtensor import as_sharded
-from fabric.strategies.tensors.parameters import parameters_by_name
+from fabric.strategies.tensors.parameters import parameters_by_name, uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,4 +1,4 @@
-"""The parameters of optimizers and of the parts of a model, and their names in messages."""
+"""The parameters of optimizers, of compiled models and of the parts of a model, and their names in messages."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,6 +20,11 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by all their names in the state dict, without the prefix of torch's `checkpoint_wrapper`."""
     named = module.named_parameters(remove_duplicate=False)
     return {name.replace("_checkpoint_wrapped_module.", ""): parameter for name, parameter in named}
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module itself, of the result of `torch.compile(module)`, whose names have a prefix."""
+    return module._modules.get("_orig_mod") or module
 
 
 def own_tensors(unit: nn.Module, units: set[nn.Module]) -> list[Tensor]:

@@ -24,7 +24,7 @@ from fabric.strategies import (
     ModelParallelStrategy,
     Strategy,
 )
-from fabric.strategies.strategy_names import make_strategy
+from fabric.strategies.strategy_registry import make_strategy
 from fabric.strategies.tensors.wrapper_subclass import plain_state
 from fabric.testing import verify
 

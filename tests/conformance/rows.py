@@ -14,7 +14,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.strategies import ManualContext, ManualStrategy, ModelParallelStrategy, Parallelized, Strategy
-from fabric.strategies.strategy_names import make_strategy
+from fabric.strategies.strategy_registry import make_strategy
 from fabric.testing import Case, cases
 
 NOT_ON_CPU = ("fsdp_cpu_offload", "horovod", "xla", "xla_fsdp", "single_xla")

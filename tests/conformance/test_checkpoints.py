@@ -19,7 +19,7 @@ from torch import nn
 from fabric import Fabric, consolidate, read_checkpoint
 from fabric.strategies import ManualContext, ManualStrategy, ModelParallelStrategy, Parallelized, Strategy
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.strategy_names import make_strategy
+from fabric.strategies.strategy_registry import make_strategy
 from fabric.testing.plain import plain
 
 

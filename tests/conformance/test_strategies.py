@@ -20,7 +20,7 @@ from measured import declared, in_page, measured_rows, table
 from rows import ALIKE, NOT_ON_CPU, STEPPING, THOROUGH, Row, forked_rows, rows, why_not
 
 from fabric.strategies.capabilities import CAPABILITIES
-from fabric.strategies.strategy_names import strategy_registrations
+from fabric.strategies.strategy_registry import strategy_registrations
 from fabric.testing import Case, Finding, cases, survey
 
 Show = Callable[[str, list[Finding]], None]

@@ -29,7 +29,7 @@ from fabric.strategies import (
 )
 from fabric.strategies.checkpoint.tensors import gathered
 from fabric.strategies.gradients.sync import GradientSync
-from fabric.strategies.strategy_names import make_strategy
+from fabric.strategies.strategy_registry import make_strategy
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from worlds import run_world
 from fabric import Fabric
 from fabric.launchers.world import World
 from fabric.strategies import Strategy
-from fabric.strategies.strategy_names import make_strategy
+from fabric.strategies.strategy_registry import make_strategy
 
 WIDTH, SAMPLES = 64, 4096
 SAVED_BYTES = WIDTH * SAMPLES * 4

@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 from rows import FEW, GATHERED_IN_HALF, MOST, ON_FOUR_RANKS, Row, rows
 
-from fabric.strategies.strategy_names import make_strategy
+from fabric.strategies.strategy_registry import make_strategy
 from fabric.testing import Finding, survey
 
 ONLY_HERE = (

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from worlds import preload
 
 from fabric import Fabric
-from fabric.strategies.strategy_names import make_strategy, strategy_registrations
+from fabric.strategies.strategy_registry import make_strategy, strategy_registrations
 
 LIMITS = {
     "single_device": (1, 8),

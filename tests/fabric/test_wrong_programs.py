@@ -24,7 +24,7 @@ from worlds import run_world
 from fabric import Fabric, World
 from fabric.strategies.collectives.collective import CollectiveError
 from fabric.strategies.strategy import Strategy
-from fabric.strategies.strategy_names import make_strategy
+from fabric.strategies.strategy_registry import make_strategy
 from fabric.strategies.tensors.parameters import parameters_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))

@@ -10,7 +10,7 @@ from torch import nn
 from fabric.strategies import ModelParallelStrategy
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import REPLICAS, Layout
-from fabric.strategies.strategy_names import make_strategy
+from fabric.strategies.strategy_registry import make_strategy
 
 
 def unchanged(model: nn.Module, mesh: object) -> None:

@@ -310,7 +310,7 @@ def test_a_watched_step_compiles_nothing_again(strategy: str, is_compiled_before
 def test_a_device_that_records_steps_is_refused() -> None:
     from fabric.configure.request import Request
     from fabric.configure.resolve import sanitize_against_the_strategy
-    from fabric.strategies.strategy_names import make_strategy
+    from fabric.strategies.strategy_registry import make_strategy
 
     xla = make_strategy("xla")
     assert sanitize_against_the_strategy(xla, "'xla'", Request()) is None

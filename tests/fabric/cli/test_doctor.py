@@ -22,7 +22,7 @@ from fabric.launchers.world import World
 from fabric.strategies import DDPStrategy, available_strategies
 from fabric.strategies.accelerators import CPUAccelerator, TorchAccelerator
 from fabric.strategies.registry import Registration
-from fabric.strategies.strategy_names import strategy_registrations
+from fabric.strategies.strategy_registry import strategy_registrations
 
 CPU = Found(accelerator=CPUAccelerator(), num_devices=1)
 CUDA = Found(accelerator=TorchAccelerator("cuda"), num_devices=2)

@@ -29,7 +29,7 @@ from fabric.lightning.strategies import (
 from fabric.lightning.unsupported import UnsupportedError
 from fabric.strategies import ModelParallelStrategy as CoreModelParallel
 from fabric.strategies import available_strategies
-from fabric.strategies.strategy_names import make_strategy
+from fabric.strategies.strategy_registry import make_strategy
 
 
 @pytest.mark.parametrize(

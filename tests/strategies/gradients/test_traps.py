@@ -23,7 +23,7 @@ from fabric.strategies import DDPStrategy, ManualStrategy, ModelParallelStrategy
 from fabric.strategies.accelerators.accelerator import CPUAccelerator
 from fabric.strategies.capabilities import Target
 from fabric.strategies.manual.strategy import ManualContext, Parallelized
-from fabric.strategies.strategy_names import available_strategies, make_strategy
+from fabric.strategies.strategy_registry import available_strategies, make_strategy
 
 
 def in_shards(model: nn.Module, mesh: Any) -> None:

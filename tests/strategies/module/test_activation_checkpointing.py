@@ -28,7 +28,7 @@ from fabric.strategies import (
 from fabric.strategies.accelerators.xla import XLAAccelerator
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.activation_offload import rebind_copies
-from fabric.strategies.strategy_names import make_strategy
+from fabric.strategies.strategy_registry import make_strategy
 
 WIDTH = 8
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.strategies.module.activation_offload import offload
-from fabric.strategies.strategy_names import make_strategy
+from fabric.strategies.strategy_registry import make_strategy
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "deepspeed"])

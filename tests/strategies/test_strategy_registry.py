@@ -13,7 +13,7 @@ import pytest
 import template
 
 from fabric.strategies import DDPStrategy, Strategy, available_strategies, register_strategy
-from fabric.strategies.strategy_names import make_strategy, strategy_registrations
+from fabric.strategies.strategy_registry import make_strategy, strategy_registrations
 
 
 def run(code: str, path: Path | None = None, *, fresh: bool = False) -> str:
@@ -75,7 +75,7 @@ def test_a_name_that_is_taken_cannot_be_registered(name: str) -> None:
 def test_a_registered_name_is_as_good_as_ours_and_cannot_be_taken_again() -> None:
     output = run("""
 from fabric.strategies import DDPStrategy, available_strategies, register_strategy
-from fabric.strategies.strategy_names import make_strategy, strategy_registrations
+from fabric.strategies.strategy_registry import make_strategy, strategy_registrations
 make = lambda: DDPStrategy(static_graph=True)
 register_strategy("mine", make, description="as I like it")
 assert make_strategy("mine") == make()
@@ -93,7 +93,7 @@ def test_an_installed_package_adds_a_strategy_that_is_imported_when_it_is_made(t
         """
 import sys
 from fabric.strategies import available_strategies
-from fabric.strategies.strategy_names import make_strategy, strategy_registrations
+from fabric.strategies.strategy_registry import make_strategy, strategy_registrations
 assert available_strategies()[-1] == "far"
 assert strategy_registrations()["far"].description == "from faraway"
 assert "faraway" not in sys.modules
@@ -108,7 +108,7 @@ print(make_strategy("far").static_graph)
 def test_an_installed_package_cannot_take_a_name_of_ours(tmp_path: Path) -> None:
     install(tmp_path, "faraway", "[fabric.strategies]\nddp = faraway:make\n", OWN)
     output = run(
-        'from fabric.strategies.strategy_names import strategy_registrations as known; print(known()["ddp"].source)',
+        'from fabric.strategies.strategy_registry import strategy_registrations as known; print(known()["ddp"].source)',
         tmp_path,
     )
     assert output == "torchfabric\n"
