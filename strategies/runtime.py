@@ -16,9 +16,9 @@ import torch
 
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.data.generator_divergence import GeneratorDivergence
 from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.partition import Share, Uneven
+from fabric.strategies.data.rank_seeds import GeneratorDivergence
 from fabric.strategies.data.transfer import Carry
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.precision.precision import Precision, dtype_of_new_tensors
