@@ -9,6 +9,7 @@ and calls six functions in a step.
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -43,6 +44,7 @@ from fabric.monitor.window import (
     steps_of,
 )
 from fabric.strategies.accelerators.torch_accelerator import has_streams
+from fabric.strategies.collectives.collective import CollectiveError
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.data.cursor import Iteration
 from fabric.strategies.module.forward import ForwardPath
@@ -218,13 +220,9 @@ class Monitor(Check):
         self._results.write("load", step=self._set_up.num_steps)
 
     def closing(self) -> None:
-        self._finish()
-        if self._num_steps > 2:
-            self._end_window(None)
+        """Receive rows that are on their way, and send no others: a rank that has failed does not send its own."""
+        with suppress(CollectiveError):
             self._finish()
-            if self._before is not None:
-                self._send(self._before)
-                self._finish()
         self._results.write("end", step=self._set_up.num_steps)
 
     def removed(self) -> None:
@@ -275,7 +273,7 @@ class Monitor(Check):
         seconds = self._results.step_seconds
         return max(_FIRST_WINDOW, round(WINDOW_SECONDS / seconds)) if seconds else _FIRST_WINDOW
 
-    def _end_window(self, optimizer: Optimizer | None) -> None:
+    def _end_window(self, optimizer: Optimizer) -> None:
         over, at = self._now, time_ns()
         self._now = _Open(at)
         over.steps = steps_of(over.marks, over.began_ns)
@@ -289,7 +287,7 @@ class Monitor(Check):
         numbers["node"] = self._runtime.world.node_rank
         samples = numbers["samples"]
         numbers["flops"] = self._flops_per_sample * samples if samples else self._flops_per_step * len(over.steps)
-        if optimizer is not None and "lr" in optimizer.param_groups[0]:
+        if "lr" in optimizer.param_groups[0]:
             numbers["learning_rate"] = float(optimizer.param_groups[0]["lr"])
         numbers |= _memory(device)
         over.given = {name: _on_the_way(value) for name, value in over.given.items()}

@@ -17,11 +17,13 @@ MIN_STEPS = 5
 """Fewer steps name nobody."""
 MIN_SHARE = 0.1
 """Of a step; less is not named. The numbers of this file are chosen, not measured."""
-MIN_SECONDS = 0.005
-SURE_SHARE = 0.5
-"""Of a step or a save, for what one window alone shows."""
+MIN_SECONDS = 0.01
+"""Of a step. A save has ten times as much."""
+MIN_QUEUED = 2.0
+"""Less than so many times the time for which a rank waits for a processor is not named: on a busy machine that differs
+from rank to rank and from step to step."""
 MOST_STEPS = 0.8
-"""Share of the steps in which one rank must be the last."""
+"""Share of the steps in which one rank must be the last, by no less than the least."""
 
 
 @final
@@ -63,33 +65,34 @@ _PLACES = {
 
 @final
 class SlowRanks:
-    """Finds the slow rank of each window. Less than half of a step must be seen in two windows in a row."""
+    """Finds the slow rank of each window. Nobody is named unless it is unmistakable: for a step, in two windows in a
+    row."""
 
     def __init__(self) -> None:
         self._named: SlowRank | None = None
-        self._seen: SlowRank | None = None
+        self._seen: tuple[str, int | None] | None = None
+        """Phase and rank of the window before; no rank if the delay was passing."""
 
     def find(self, own_rsp: Tensor, queued_rs: Tensor, step_seconds: float) -> SlowRank | None:
-        """The slow rank of the next window; None: nobody.
+        """The slow rank, from each rank's own time: ranks, last steps and the saves, phases; NaN where it is not known.
 
-        `own_rsp`: each rank's own time by step and phase; NaN: unknown. `queued_rs`: how long in a step each rank was
-        ready to run and its processor ran another program: a rank is not called slow for that.
+        A delay that is on another rank in each step, or was on another one when a rank was last named, is passing.
+        `queued_rs`: how long in each step each rank was ready to run and its processor ran another program: a rank is
+        not called slow for that.
         """
         if len(own_rsp) < 2:
             return None
         found = _in_steps(own_rsp[:, :NUM_LAST], queued_rs[:, :NUM_LAST], step_seconds)
+        seen = None if found is None else (found.phase, None if found.is_passing else found.rank)
+        is_seen_again, self._seen = seen == self._seen, seen
+        if not is_seen_again:
+            found = None
         found = found or _in_saves(own_rsp[:, NUM_LAST, SAVING])
-        before, self._seen = self._seen, found
-        is_seen_again = found is not None and before is not None and _is_same(found, before)
-        if found is None or not (found.share >= SURE_SHARE or is_seen_again):
+        if found is None:
             return None
         last, self._named = self._named, found
         is_passing = found.is_passing or (last is not None and last.phase == found.phase and last.rank != found.rank)
         return replace(found, is_passing=is_passing)
-
-
-def _is_same(one: SlowRank, other: SlowRank) -> bool:
-    return one.phase == other.phase and (one.rank == other.rank or (one.is_passing and other.is_passing))
 
 
 def _in_steps(own_rsp: Tensor, queued_rs: Tensor, step_seconds: float) -> SlowRank | None:
@@ -101,28 +104,26 @@ def _in_steps(own_rsp: Tensor, queued_rs: Tensor, step_seconds: float) -> SlowRa
     more_rsp = torch.stack([own_rsp[rank] - own_rsp[everyone != rank].median(0).values for rank in everyone])
     queued = torch.stack([queued_rs[rank] - queued_rs[everyone != rank].median(0).values for rank in everyone])
     more_rsp -= queued.clamp(min=0)[..., None]
-    more_rp = more_rsp.median(1).values
-    rank, phase = divmod(int(more_rp.argmax()), len(PHASES))
-    seconds, least = float(more_rp[rank, phase]), max(MIN_SECONDS, MIN_SHARE * step_seconds)
-    is_last = more_rsp[..., phase].argmax(0) == rank
-    if is_last.double().mean() >= MOST_STEPS and seconds >= least:
-        return SlowRank(rank=rank, phase=PHASES[phase], seconds=seconds, share=seconds / step_seconds)
-    # Another rank in each step, or in every few.
-    phase = int(more_rsp.amax(0).median(0).values.argmax())
-    most_s, ranks_s = more_rsp[..., phase].max(0)
-    seconds = float(most_s.median())
-    if (most_s >= 3 * least).double().mean() < MOST_STEPS:
-        return None
+    least = max(MIN_SECONDS, MIN_SHARE * step_seconds, MIN_QUEUED * float(queued_rs.mean(1).max()))
+    most_sp, ranks_sp = more_rsp.max(0)
+    phase = int(most_sp.median(0).values.argmax())
+    most_s, ranks_s, rank = most_sp[:, phase], ranks_sp[:, phase], int(ranks_sp[:, phase].mode().values)
+    is_one = bool(((most_s >= least) & (ranks_s == rank)).double().mean() >= MOST_STEPS)
+    if not is_one:  # another rank in each step, or in every few
+        rank = int(ranks_s[-1])
+        if (most_s >= 3 * least).double().mean() < MOST_STEPS:
+            return None
+    seconds = float((more_rsp[rank, :, phase] if is_one else most_s).median())
     return SlowRank(
-        rank=int(ranks_s[-1]), phase=PHASES[phase], seconds=seconds, share=seconds / step_seconds, is_passing=True
+        rank=rank, phase=PHASES[phase], seconds=seconds, share=seconds / step_seconds, is_passing=not is_one
     )
 
 
 def _in_saves(own_r: Tensor) -> SlowRank | None:
-    """One rank that needs more than twice the time of the others for what each of them does."""
+    """One rank that needs more than three times the time of the others for what each of them does."""
     rank = int(own_r.nan_to_num().argmax())
     others = float(own_r[torch.arange(len(own_r)) != rank].median())
     seconds = float(own_r[rank]) - others
-    if not seconds > max(10 * MIN_SECONDS, others):
+    if not seconds > max(10 * MIN_SECONDS, 2 * others):
         return None
     return SlowRank(rank=rank, phase=PHASES[SAVING], seconds=seconds, share=seconds / float(own_r[rank]))

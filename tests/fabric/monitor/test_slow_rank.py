@@ -29,34 +29,47 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "monitor.jsonl").read_text().splitlines()]
 
 
+WHERE = ["data", "forward", "backward", "optimizer", "saving"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["data", "forward", "backward", "optimizer", "saving"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "where"),
+    [
+        *(("ddp", where) for where in WHERE),
+        *(pytest.param("fsdp", where, marks=() if where == "backward" else pytest.mark.thorough) for where in WHERE),
+    ],
+)
 def test_the_late_rank_is_named_with_its_phase_and_its_delay(strategy: str, where: str, tmp_path: Path) -> None:
-    delay = Delay(where, seconds=0.2 if where == "saving" else 0.06)
-    named = [window["slow"] for window in run(strategy, delay, tmp_path)]
-    assert [each and (each["rank"], each["phase"], each["is_passing"]) for each in named] == [(1, where, False)] * 2
-    assert all(0.6 * delay.seconds < each["seconds"] < 1.6 * delay.seconds for each in named), named
+    delay = Delay(where, seconds=0.6 if where == "saving" else 0.12)
+    named = [window["slow"] for window in run(strategy, delay, tmp_path, num_steps=20)]
+    assert {each and (each["rank"], each["phase"], each["is_passing"]) for each in named} - {None} == {
+        (1, where, False)
+    }
+    seconds = named[-1]["seconds"] if named[-1] else named[-2]["seconds"]
+    assert 0.3 * delay.seconds < seconds < 3 * delay.seconds
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.thorough)])
 def test_all_backwards_are_equally_long_where_one_rank_is_late_in_it(strategy: str, tmp_path: Path) -> None:
-    windows = run(strategy, Delay("backward", seconds=0.06), tmp_path)
+    windows = run(strategy, Delay("backward", seconds=0.12), tmp_path)
     ranks = windows[-1]["ranks"]
     whole = [each["backward_seconds"] + each["waiting_seconds"] for each in ranks]
-    assert max(whole) - min(whole) < 0.03, "so phases alone do not show it"
-    assert ranks[1]["waiting_seconds"] < 0.03 < min(ranks[0]["waiting_seconds"], ranks[2]["waiting_seconds"])
+    assert max(whole) < 1.5 * min(whole), "so phases alone do not show it"
+    assert 2 * ranks[1]["waiting_seconds"] < min(ranks[0]["waiting_seconds"], ranks[2]["waiting_seconds"])
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_delay_that_moves_from_rank_to_rank_is_passing(tmp_path: Path) -> None:
-    delay = Delay("forward", seconds=0.06, late=mover(2, NUM_RANKS))
+    delay = Delay("forward", seconds=0.12, late=mover(2, NUM_RANKS))
     named = [window["slow"] for window in run("ddp", delay, tmp_path, num_steps=26)]
-    assert [each and (each["phase"], each["is_passing"]) for each in named] == [("forward", True)] * 4
+    assert {each and (each["phase"], each["is_passing"]) for each in named} - {None} == {("forward", True)}
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_nobody_is_named_in_twenty_undisturbed_runs(tmp_path: Path) -> None:
     named = [
         window["slow"]
@@ -81,19 +94,20 @@ def rows(*arrivals: float, node: tuple[int, ...] = (0, 0), ahead: float = 0.0) -
     return Gathered(torch.stack(packed))
 
 
+WAITS = torch.tensor([[0.05] * 6, [0.0] * 6], dtype=torch.float64)
+
+
 def test_a_rank_waits_from_its_arrival_to_that_of_the_last() -> None:
-    gathered = rows(0.03, 0.08)
-    waits = gathered.waits()[:, NUM_LAST - 6 : NUM_LAST, BACKWARD]
-    torch.testing.assert_close(waits, torch.tensor([[0.05] * 6, [0.0] * 6], dtype=torch.float64))
-    found = SlowRanks().find(gathered.seconds_rsp - gathered.waits(), gathered.queued_rs, 0.09)
+    gathered, ranks = rows(0.03, 0.08), SlowRanks()
+    torch.testing.assert_close(gathered.waits()[:, NUM_LAST - 6 : NUM_LAST, BACKWARD], WAITS)
+    found = [ranks.find(gathered.seconds_rsp - gathered.waits(), gathered.queued_rs, 0.09) for _ in range(2)][1]
     assert found is not None
     assert (found.rank, found.phase, round(found.seconds, 3)) == (1, "backward", 0.05)
 
 
 def test_clocks_of_nodes_may_differ() -> None:
-    gathered = rows(0.03, 0.08, node=(0, 1), ahead=12.5)
-    waits = gathered.waits()[:, NUM_LAST - 6 : NUM_LAST, BACKWARD]
-    torch.testing.assert_close(waits, torch.tensor([[0.05] * 6, [0.0] * 6], dtype=torch.float64), atol=1e-6, rtol=0)
+    waits = rows(0.03, 0.08, node=(0, 1), ahead=12.5).waits()[:, NUM_LAST - 6 : NUM_LAST, BACKWARD]
+    torch.testing.assert_close(waits, WAITS, atol=1e-6, rtol=0)
 
 
 def own(**more: float) -> torch.Tensor:
@@ -107,26 +121,54 @@ def own(**more: float) -> torch.Tensor:
 NOT_QUEUED = torch.zeros(3, NUM_LAST + 1, dtype=torch.float64)
 
 
+def found_in(*windows: torch.Tensor, queued: torch.Tensor = NOT_QUEUED) -> list[tuple[int, str, bool] | None]:
+    """Rank, phase and whether it is passing, for each of these windows of own times of steps of 100 ms."""
+    ranks = SlowRanks()
+    named = [ranks.find(window, queued, 0.1) for window in windows]
+    return [each and (each.rank, each.phase, each.is_passing) for each in named]
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in ("waiting", "saving")])
+def test_a_late_rank_is_named_once_it_is_seen_again(phase: str) -> None:
+    late = own(**{phase: 0.02})
+    assert found_in(late, late, own(), late, late) == [None, (2, phase, False), None, None, (2, phase, False)]
+
+
+def test_another_phase_or_rank_than_in_the_window_before_is_not_named() -> None:
+    assert found_in(own(data=0.2), own(backward=0.2), own(data=0.2), own(data=0.2).flip(0)) == [None] * 4
+
+
 def test_who_waits_for_a_processor_is_not_called_slow() -> None:
     queued = NOT_QUEUED.clone()
     queued[2] = 0.05
-    assert SlowRanks().find(own(data=0.05), NOT_QUEUED, 0.1) is not None
-    assert SlowRanks().find(own(data=0.05), queued, 0.1) is None
+    assert found_in(*[own(data=0.05)] * 2)[1] is not None
+    assert found_in(*[own(data=0.05)] * 2, queued=queued)[1] is None
+    assert found_in(*[own(data=0.05).flip(0)] * 2, queued=queued)[1] is None, "the machine is busy"
 
 
-def test_a_small_delay_is_named_once_it_is_seen_again() -> None:
-    ranks = SlowRanks()
-    assert ranks.find(own(data=0.02), NOT_QUEUED, 0.1) is None
-    found = ranks.find(own(data=0.02), NOT_QUEUED, 0.1)
-    assert found is not None
-    assert (found.rank, found.phase, found.is_passing) == (2, "data", False)
-    assert ranks.find(own(backward=0.02), NOT_QUEUED, 0.1) is None
+def test_a_rank_that_is_late_in_half_of_the_steps_is_not_named() -> None:
+    late = own(data=0.05)
+    late[:, ::2] = 0.01
+    assert found_in(late, late) == [None, None]
+
+
+def test_nobody_is_named_where_own_times_differ_by_chance() -> None:
+    torch.manual_seed(0)
+    windows = [own() + 0.01 * torch.rand(3, NUM_LAST + 1, len(PHASES), dtype=torch.float64) for _ in range(200)]
+    assert found_in(*windows) == [None] * 200
+
+
+def test_a_delay_that_moves_in_a_window_or_between_windows_is_passing() -> None:
+    moving, late = own(), own(forward=0.05)
+    moving[torch.arange(NUM_LAST) // 2 % 3, torch.arange(NUM_LAST), PHASES.index("forward")] += 0.05
+    assert found_in(moving, moving) == [None, (1, "forward", True)]
+    assert found_in(late, late, late.flip(0), late.flip(0)) == [None, (2, "forward", False), None, (0, "forward", True)]
 
 
 def test_a_slow_rank_is_told_in_one_sentence() -> None:
     ranks, saving = SlowRanks(), own()
-    ranks.find(own(data=0.05).flip(0), NOT_QUEUED, 0.1)
-    found = ranks.find(own(data=0.05), NOT_QUEUED, 0.1)
+    for late in (own(data=0.05).flip(0), own(data=0.05)):
+        found = [ranks.find(late, NOT_QUEUED, 0.1) for _ in range(2)][1]
     assert found is not None
     assert found.in_words() == (
         "Rank 2 is late in data, by 50 ms of each step (50%); the others wait for it. The delay moves from rank to "
@@ -136,3 +178,5 @@ def test_a_slow_rank_is_told_in_one_sentence() -> None:
     found = ranks.find(saving, NOT_QUEUED, 0.1)
     assert found is not None
     assert found.in_words() == "Rank 1 is late saving, by 290 ms of each save (97%); the others wait for it."
+    saving[1, NUM_LAST, SAVING] = 0.1
+    assert ranks.find(saving, NOT_QUEUED, 0.1) is None, "too little for a save"
