@@ -844,12 +844,14 @@ class Fabric(Output):
     def monitor(self, folder: Folder = None, *, window_steps: int | None = None, show: bool = True) -> Monitor:
         """Measure from here on, on every rank: rates, MFU, where the time of a step goes, memory, the slow rank.
 
-        After each window of steps rank 0 shows a table (`show`), logs the numbers under `monitor/`, and writes them to
-        `monitor.jsonl` in `folder`, by default `log_dir`. `window_steps`: None: as many as take 5 s. Cost: six calls of
-        Python a step, one all-gather a window. `add` of what is returned counts tokens. Ranks: all.
-        Raises: OSError on every rank: rank 0 cannot write there. RuntimeError: there is a monitor already.
+        After each window of steps (`window_steps`; None: of 5 s) rank 0 shows a table (`show`), logs the numbers under
+        `monitor/`, and writes `monitor.jsonl` in `folder`, by default `log_dir`. `add` of what is returned counts
+        tokens. Cost: six calls of Python a step, one all-gather a window. Ranks: all. Raises: OSError on every rank:
+        rank 0 cannot write there. RuntimeError: there is a monitor already.
         """
-        return self._connected.monitor(self._loggers, folder or self._request.log_dir, window_steps, show)
+        from fabric.monitor.monitor import monitored
+
+        return monitored(self._connected, self._loggers, folder, window_steps, show)
 
     # Internals
 

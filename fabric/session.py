@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -33,7 +33,6 @@ from fabric.strategies.prepared import Prepared
 
 if TYPE_CHECKING:
     from fabric.checkpoints.checkpoints import Checkpoints
-    from fabric.monitor.monitor import Monitor
 
 
 @final
@@ -80,10 +79,8 @@ class Session:
             stack.callback(self.forget)  # before the teardown: models hold on to the process group
             stack.callback(self.objects.detach)
             self.moments.add(*request.checks, *self._sanitizer(request, chosen))
-            if request.log_dir is not None and world.is_global_zero:
-                from fabric.configure.description import describe
-
-                describe(Path(request.log_dir), chosen)
+            self._chosen, self.log_dir = chosen, request.log_dir
+            self.describe(request.log_dir)
             self._open = stack.pop_all()
 
     def begin(self) -> None:
@@ -125,14 +122,12 @@ class Session:
             self.guard.note_norm(optimizers, norm)
         return norm
 
-    def monitor(
-        self, loggers: Sequence[Any], folder: str | os.PathLike[str] | None, window_steps: int | None, show: bool
-    ) -> "Monitor":
-        """See `Fabric.monitor`. Ranks: all."""
-        from fabric.monitor.monitor import monitored
+    def describe(self, folder: str | os.PathLike[str] | None) -> None:
+        """Write `run.json` into the folder, on rank 0."""
+        if folder is not None and self.runtime.world.is_global_zero:
+            from fabric.configure import description
 
-        path = None if folder is None else os.fspath(folder)
-        return monitored(self.runtime, self.objects, self.moments, loggers, path, window_steps, show=show)
+            description.describe(Path(folder), self._chosen)
 
     def explain(self, error: BaseException) -> None:
         """Add to an error with which the user's code ends what is known of its cause."""

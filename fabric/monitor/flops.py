@@ -62,34 +62,30 @@ def _local(value: Any) -> Any:
 
 _DENSE_TERAFLOPS: dict[str, tuple[float, float, float, str]] = {
     # name: float16 and bfloat16, TF32, float32, source
-    "B200": (2250, 1125, 75, "NVIDIA Blackwell datasheet, HGX B200"),
-    "H200": (989.4, 494.7, 66.9, "NVIDIA H200 datasheet"),
-    "H100 NVL": (835, 417.5, 60, "NVIDIA H100 datasheet"),
-    "H100 PCIe": (756, 378, 51.2, "NVIDIA H100 datasheet"),
-    "H100": (989.4, 494.7, 66.9, "NVIDIA H100 datasheet, SXM"),
-    "A100": (312, 156, 19.5, "NVIDIA A100 datasheet"),
-    "L40S": (362.05, 183, 91.6, "NVIDIA L40S datasheet"),
-    "L4": (121, 60, 30.3, "NVIDIA L4 datasheet"),
-    "A10": (125, 62.5, 31.2, "NVIDIA A10 datasheet"),
-    "RTX 4090": (165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture, appendix A"),
-    "RTX 3090": (71, 35.6, 35.6, "NVIDIA Ampere GA102 architecture, table 9"),
-    "V100": (125, 15.7, 15.7, "NVIDIA V100 datasheet, SXM2"),
-    "T4": (65, 8.1, 8.1, "NVIDIA T4 datasheet"),
-    "MI300X": (1307.4, 653.7, 163.4, "AMD Instinct MI300X datasheet"),
+    "NVIDIA B200": (2250, 1100, 75, "NVIDIA Blackwell datasheet, HGX B200"),
+    "NVIDIA H200": (989.4, 494.7, 66.9, "NVIDIA H200 datasheet, SXM"),
+    "NVIDIA H100 80GB HBM3": (989.4, 494.7, 66.9, "NVIDIA H100 datasheet, SXM"),
+    "NVIDIA H100 PCIe": (756, 378, 51.2, "NVIDIA H100 datasheet, PCIe"),
+    **dict.fromkeys(
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"),
+        (312, 156, 19.5, "NVIDIA A100 datasheet"),
+    ),
+    "NVIDIA L40S": (362.05, 183, 91.6, "NVIDIA L40S datasheet"),
+    "NVIDIA L4": (121, 60, 30.3, "NVIDIA L4 datasheet"),
+    "NVIDIA A10": (125, 62.5, 31.2, "NVIDIA A10 datasheet"),
+    "NVIDIA GeForce RTX 4090": (165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture, appendix A, float32 accumulation"),
 }
-"""By a part of the name that torch gives a device; the first that fits. Data sheets print twice the first two for
-sparse matrices. Without tensor cores for a dtype, its rate is that of float32."""
+"""By the whole name that torch gives a device: variants, and slices of a device, have other peaks. Data sheets print
+twice the first two, for sparse matrices."""
 
 
 def known_peak(name: str, dtype: torch.dtype) -> tuple[float, str] | None:
     """The dense peak of a device per second, and its source; None if the table lacks the device or the dtype."""
-    words = name.replace("-", " ").split()
-    for key, (half, tf32, single, source) in _DENSE_TERAFLOPS.items():
-        if any(words[at : at + len(key.split())] == key.split() for at in range(len(words))):
-            uses_tf32 = torch.get_float32_matmul_precision() != "highest"
-            rates = {torch.float16: half, torch.bfloat16: half, torch.float32: tf32 if uses_tf32 else single}
-            return (rates[dtype] * 1e12, source) if dtype in rates else None
-    return None
+    if name not in _DENSE_TERAFLOPS or dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return None
+    half, tf32, single, source = _DENSE_TERAFLOPS[name]
+    of_float32 = single if torch.get_float32_matmul_precision() == "highest" else tf32
+    return 1e12 * (of_float32 if dtype is torch.float32 else half), source
 
 
 def measured_peak(dtype: torch.dtype, size: int = 512) -> float:

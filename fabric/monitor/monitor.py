@@ -21,15 +21,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabric.checks.check import Check, Moments
-from fabric.loop.setup import SetUp
+from fabric.checks.check import Check
+from fabric.launchers.environments.defaults import NUM_CALLS
 from fabric.monitor.flops import ModelFlops, device_name, known_peak, measured_peak
 from fabric.monitor.results import Results
 from fabric.monitor.window import (
     BACKWARD,
     DATA,
     FORWARD,
-    MAX_CALLS,
     NUM_LAST,
     OPTIMIZER,
     OTHER,
@@ -43,17 +42,17 @@ from fabric.monitor.window import (
     pack,
     steps_of,
 )
+from fabric.output.progress import first_dim
+from fabric.session import Session
 from fabric.strategies.accelerators.torch_accelerator import has_streams
 from fabric.strategies.collectives.collective import CollectiveError
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.data.cursor import Iteration
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime
-from fabric.strategies.tensors.nests import tensors_in
 
 WINDOW_SECONDS = 5.0
-_FIRST_WINDOW, _FIRST_CALLS = 5, 64
+_FIRST_WINDOW = 5
 _SCHEDULED = "/proc/thread-self/schedstat"
 """Nanoseconds that this thread ran, and that it was ready while its processor ran others. Linux has it."""
 
@@ -86,15 +85,22 @@ class _Open:
 class Monitor(Check):
     """What `Fabric.monitor` returns. Ranks: all make one, and call `add` each with its own counts."""
 
-    def __init__(self, runtime: Runtime, set_up: SetUp, results: Results, window_steps: int | None) -> None:
-        self._runtime, self._set_up, self._results = runtime, set_up, results
+    def __init__(
+        self, session: Session, loggers: Sequence[Any], folder: str | None, window_steps: int | None, show: bool
+    ) -> None:
+        if window_steps is not None and (isinstance(window_steps, bool) or window_steps < 1):
+            raise ValueError(f"`fabric.monitor(window_steps={window_steps!r})`: a window has 1 step or more.")
+        if any(isinstance(check, Monitor) for check in session.moments.checks):
+            raise RuntimeError("`fabric.monitor()` was called twice. Keep what the first call returned.")
+        self._runtime, self._set_up = runtime, set_up = session.runtime, session.objects
+        self._results = Results(runtime, set_up.strategy_name, loggers, folder, show=show)
         self._window_steps = window_steps
         self._recorder = FlightRecorder()
         self._paths: WeakSet[ForwardPath] = WeakSet()
         self._stream_device = runtime.device if has_streams(runtime.device) else None
         self._counts: dict[int, int] = {}
         """Steps by optimizer."""
-        self._num_steps, self._due, self._window_end, self._num_slots = 0, 1, 0, _FIRST_CALLS
+        self._num_steps, self._due, self._window_end = 0, 1, 0
         self._flops: ModelFlops | None = None
         self._flops_per_sample = self._flops_per_step = 0.0
         self._is_in_forward = False
@@ -152,15 +158,12 @@ class Monitor(Check):
         now = self._now
         now.marks += (OTHER, source.asked_ns, DATA, time_ns())
         self._is_in_forward = False
-        first = batch
-        if isinstance(batch, dict):
-            first = next(iter(batch.values()), None)
-        elif isinstance(batch, list | tuple) and batch:
-            first = batch[0]
-        if not isinstance(first, Tensor):
-            first = next(iter(tensors_in(batch)), None)
-        if first is not None and first.dim():
+        first = next(iter(batch.values()), None) if isinstance(batch, dict) else batch
+        first = first[0] if isinstance(first, list | tuple) and first else first
+        if isinstance(first, Tensor) and first.dim():
             now.numbers["samples"] += first.shape[0]
+        else:
+            now.numbers["samples"] += first_dim(batch)  # which is one call more
 
     def _forward_begins(self) -> None:
         if not self._is_in_forward and torch.is_grad_enabled():
@@ -211,7 +214,7 @@ class Monitor(Check):
         now, at = self._now, time_ns()
         seconds = (at - now.marks[-1]) / 1e9
         save = steps_of((SAVING, at, STEP, at), now.marks[-1])
-        now.calls_of_saves += arrivals(self._recorder.calls(with_lines=False), save, MAX_CALLS)
+        now.calls_of_saves += arrivals(self._recorder.calls(with_lines=False), save)
         now.saves += save
         now.marks += (SAVING, at)
         self._results.write("save", step=self._set_up.num_steps, seconds=seconds, path=path, is_blocking=is_blocking)
@@ -259,12 +262,15 @@ class Monitor(Check):
         samples, device = self._now.numbers["samples"], self._runtime.device
         self._flops_per_step, self._flops_per_sample = flops, flops / samples if samples else 0.0
         dtype = self._runtime.precision.compute_dtype
-        peak = known_peak(device_name(device), dtype)
+        name = device_name(device)
+        peak = known_peak(name, dtype)
         if peak is None and device.type == "cpu":
             peak = measured_peak(dtype), "measured by a matrix product"
-        self._results.peak = None if peak is None else peak[0]
-        if peak is not None:
-            self._results.write("peak", flops_per_step=flops, peak_flops_per_second=peak[0], peak_source=peak[1])
+        if peak is None:
+            self._runtime.report(f"`fabric.monitor` shows no MFU: it does not know the peak of `{name}` in {dtype}.")
+            return
+        self._results.peak = peak[0]
+        self._results.write("peak", flops_per_step=flops, peak_flops_per_second=peak[0], peak_source=peak[1])
 
     def _length(self) -> int:
         """The number of steps of the next window, the same on all ranks."""
@@ -282,7 +288,7 @@ class Monitor(Check):
             step.queued = after - before
         last, device, numbers = over.steps[-NUM_LAST:], self._runtime.device, over.numbers
         if self._runtime.world.size > 1:
-            over.found = arrivals(self._recorder.calls(with_lines=False), last, self._num_slots)
+            over.found = arrivals(self._recorder.calls(with_lines=False), last)
         numbers |= {"num_steps": len(over.steps), "seconds": (at - over.began_ns) / 1e9, "num_saves": len(over.saves)}
         numbers["node"] = self._runtime.world.node_rank
         samples = numbers["samples"]
@@ -309,10 +315,9 @@ class Monitor(Check):
         numbers |= {name: sum(step.seconds[phase] for step in over.steps) for phase, name in enumerate(PHASES)}
         saved = [sum(save.seconds[SAVING] for save in over.saves) if phase == SAVING else 0.0 for phase in range(7)]
         found = [*over.found, *(replace(each, place=each.place % 16 + 16 * len(last)) for each in over.calls_of_saves)]
-        if len(found) > self._num_slots:  # more calls in saves than ever before
+        if len(found) > NUM_CALLS:
             found, saved = over.found, [float("nan")] * 7
-        numbers["num_calls"] = len(over.found) + len(over.calls_of_saves)
-        row = pack(numbers, [*last, Step(seconds=saved)], found, self._num_slots)
+        row = pack(numbers, [*last, Step(seconds=saved)], found)
         collective = self._runtime.collective
         self._at = (self._set_up.num_steps, time())
         self._rows = collective.start_all_gather(row) if collective.size > 1 else lambda: row[None]
@@ -321,29 +326,21 @@ class Monitor(Check):
         """Receive the rows of all ranks, if they are on their way."""
         if self._rows is not None:
             gathered, self._rows = Gathered(self._rows()), None
-            wanted = max(each["num_calls"] for each in gathered.numbers)
-            self._num_slots = min(MAX_CALLS, max(self._num_slots, 2 * int(wanted)))
             self._results.window(gathered, *self._at)
 
 
 def monitored(
-    runtime: Runtime,
-    set_up: SetUp,
-    moments: Moments,
+    session: Session,
     loggers: Sequence[Any],
-    folder: str | None,
+    folder: str | os.PathLike[str] | None,
     window_steps: int | None,
-    *,
     show: bool,
 ) -> Monitor:
-    """See `Fabric.monitor`."""
-    if window_steps is not None and (isinstance(window_steps, bool) or window_steps < 1):
-        raise ValueError(f"`fabric.monitor(window_steps={window_steps!r})`: a window has 1 step or more.")
-    if any(isinstance(check, Monitor) for check in moments.checks):
-        raise RuntimeError("`fabric.monitor()` was called twice. Keep what the first call returned.")
-    results = Results(runtime, set_up.strategy_name, loggers, folder, show=show)
-    monitor = Monitor(runtime, set_up, results, window_steps)
-    moments.add(monitor)
+    """See `Fabric.monitor`. Ranks: all."""
+    path = folder or session.log_dir
+    monitor = Monitor(session, loggers, path and os.fspath(path), window_steps, show)
+    session.moments.add(monitor)
+    session.describe(folder)
     return monitor
 
 

@@ -6,6 +6,7 @@ Each line of the file is one JSON object, written at once: a run that is killed 
 import json
 import socket
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from time import time
 from typing import Any, final
@@ -46,18 +47,10 @@ class Results:
         of_ranks = runtime.collective.all_gather_object((socket.gethostname(), error))
         if of_ranks[0][1] is not None:
             raise OSError(of_ranks[0][1])
-        self.write(
-            "start",
-            format=1,
-            num_ranks=runtime.world.size,
-            num_nodes=runtime.world.num_nodes,
-            strategy=strategy,
-            precision=str(runtime.precision),
-            device=runtime.device.type,
-            device_name=device_name(runtime.device),
-            hosts=[host for host, _ in of_ranks],
-            torch=torch.__version__,
-        )
+        world, device = runtime.world, {"device": runtime.device.type, "device_name": device_name(runtime.device)}
+        of_run = {"strategy": strategy, "precision": str(runtime.precision), **device, "torch": torch.__version__}
+        hosts = [host for host, _ in of_ranks]
+        self.write("start", format=1, num_ranks=world.size, num_nodes=world.num_nodes, hosts=hosts, **of_run)
 
     def _open(self, folder: str) -> str | None:
         """Why there can be no file in the folder."""
@@ -101,15 +94,8 @@ class Results:
         metrics = self.latest = _of_all(ranks, self._rank_share)
         if slow is not None:
             metrics |= {"slow_rank": slow.rank, "slow_seconds": slow.seconds}
-        self.write(
-            "window",
-            time=at,
-            step=step,
-            num_steps=round(gathered.numbers[0]["num_steps"]),
-            metrics=metrics,
-            ranks=ranks,
-            slow=None if slow is None else slow.as_dict(),
-        )
+        num_steps, named = round(gathered.numbers[0]["num_steps"]), slow and asdict(slow)
+        self.write("window", time=at, step=step, num_steps=num_steps, metrics=metrics, ranks=ranks, slow=named)
         log_metrics(self._loggers, {f"monitor/{name}": value for name, value in metrics.items()}, step)
         if self._table is not None:
             self._table.show(step, metrics, ranks, "" if slow is None else slow.in_words())
@@ -125,7 +111,7 @@ class Results:
         if is_known.any():  # of the steps before, as large a share of each phase
             waited = (waits_sp[is_known].sum(0) / seconds_sp[is_known].sum(0)).nan_to_num().clamp(0, 1)
         saved = waits_sp[NUM_LAST].nan_to_num() / num_steps
-        waits = [min(share * of, of) for share, of in zip(waited.tolist(), whole, strict=True)]
+        waits = [share * of for share, of in zip(waited.tolist(), whole, strict=True)]
         waits[SAVING] = min(float(saved.sum()), whole[SAVING])
         own = [of - wait for of, wait in zip(whole, waits, strict=True)]
         own[WAITING] = sum(waits)

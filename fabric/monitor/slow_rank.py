@@ -5,8 +5,8 @@ the time that each rank waits at collectives is taken out of its phases: what is
 more of it than the others is late.
 """
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import final
 
 import torch
 from torch import Tensor
@@ -42,25 +42,15 @@ class SlowRank:
 
     def in_words(self) -> str:
         """One sentence."""
-        of, place = ("save", "saving") if self.phase == PHASES[SAVING] else ("step", _PLACES[self.phase])
+        of, place = "save" if self.phase == PHASES[SAVING] else "step", _PLACES.get(self.phase, f"in {self.phase}")
         moves = " The delay moves from rank to rank: it is passing." if self.is_passing else ""
         return (
             f"Rank {self.rank} is late {place}, by {1e3 * self.seconds:,.0f} ms of each {of} ({self.share:.0%}); the "
             f"others wait for it.{moves}"
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """For a file."""
-        return asdict(self)
 
-
-_PLACES = {
-    "data": "in data",
-    "forward": "in forward",
-    "backward": "in backward",
-    "optimizer": "in the optimizer step",
-    "other": "in the rest of the loop",
-}
+_PLACES = {"optimizer": "in the optimizer step", "saving": "saving", "other": "in the rest of the loop"}
 
 
 @final

@@ -21,12 +21,11 @@ window stand behind them, as one more."""
 NUMBERS = (
     *("num_steps", "seconds", "samples", "tokens", "flops", "loss", "gradient_norm", "learning_rate"),
     *("device_memory_bytes", "device_memory_peak_bytes", "host_memory_bytes", "host_memory_peak_bytes"),
-    *("num_skipped_steps", "num_saves", "node", "num_calls"),
+    *("num_skipped_steps", "num_saves", "node"),
     *PHASES,
 )
-"""The numbers of one rank. `num_calls`: for how many calls there must be room in a row."""
+"""The numbers of one rank."""
 UNKNOWN = float("-inf")
-MAX_CALLS = 512
 
 _COLUMNS = len(PHASES) + 2
 _BLOCK = (NUM_LAST + 1) * _COLUMNS
@@ -75,8 +74,8 @@ class Arrival:
     """Step times 8 and phase, times 2; odd if it runs while the phase goes on, as an all-reduce in backward does."""
 
 
-def arrivals(calls: Sequence[Call], steps: Sequence[Step], most: int) -> list[Arrival]:
-    """The calls within these steps, newest last; at most so many, and of no step a part."""
+def arrivals(calls: Sequence[Call], steps: Sequence[Step]) -> list[Arrival]:
+    """The calls within these steps, newest last, and of no step a part: torch keeps the last `NUM_CALLS`."""
     spans = [(*segment, index) for index, step in enumerate(steps) for segment in step.segments]
     found, at = list[Arrival](), 0
     for call in calls:
@@ -92,15 +91,14 @@ def arrivals(calls: Sequence[Call], steps: Sequence[Step], most: int) -> list[Ar
         late = began if call.device_seconds is None else -call.device_seconds
         group = crc32(call.group.encode()) % 2**20  # a float64 has 52 bits
         found.append(Arrival(float(group * 2**32 + call.number % 2**32), late, 2 * (8 * index + phase) + overlaps))
-    if len(calls) < NUM_CALLS and len(found) <= most:
-        return found
-    first = found[-most:][0].place // 16 if found else 0
-    return [each for each in found[-most:] if each.place // 16 > first]
+    found = found[-NUM_CALLS:]
+    first = found[0].place // 16 if found and len(calls) >= NUM_CALLS else -1
+    return [each for each in found if each.place // 16 > first]
 
 
-def pack(numbers: dict[str, float], last: Sequence[Step], found: Sequence[Arrival], num_slots: int) -> Tensor:
+def pack(numbers: dict[str, float], last: Sequence[Step], found: Sequence[Arrival]) -> Tensor:
     """The row of one rank. `last`: at most `NUM_LAST` steps, and the saves behind them."""
-    row = torch.full((len(NUMBERS) + _BLOCK + 3 * num_slots,), float("nan"), dtype=torch.float64)
+    row = torch.full((len(NUMBERS) + _BLOCK + 3 * NUM_CALLS,), float("nan"), dtype=torch.float64)
     row[: len(NUMBERS)] = torch.tensor([numbers.get(name, UNKNOWN) for name in NUMBERS], dtype=torch.float64)
     block = [[*step.seconds, step.backward_end, step.queued] for step in last]
     row[len(NUMBERS) + _BLOCK - _COLUMNS * len(block) : len(NUMBERS) + _BLOCK] = torch.tensor(block).double().flatten()

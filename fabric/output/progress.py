@@ -55,7 +55,7 @@ def _shown(
         for item in iterable:
             yield item
             display.items += 1
-            display.samples += _first_dim(item)
+            display.samples += first_dim(item)
             if perf_counter() >= due:
                 display.draw()
                 due = perf_counter() + display.every_seconds
@@ -123,15 +123,16 @@ def _line(task: "Task", samples: int, num_ranks: int) -> str:
     return "  ".join(parts)
 
 
-def _first_dim(item: Any) -> int:
-    """The first dim of the first tensor in nested dicts, lists and tuples; 0 if there is none."""
-    if isinstance(item, Tensor):
-        return item.shape[0] if item.ndim else 0
-    if isinstance(item, Mapping):
-        item = item.values()
-    elif not isinstance(item, list | tuple):
-        return 0
-    for part in item:
-        if found := _first_dim(part):
-            return found
+def first_dim(item: Any) -> int:
+    """The first dim of the first tensor in nested dicts, lists and tuples; 0 if there is none. One call."""
+    rest = [item]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, Tensor):
+            if part.ndim and part.shape[0]:
+                return part.shape[0]
+        elif isinstance(part, Mapping):
+            rest.extend(reversed(list(part.values())))
+        elif isinstance(part, list | tuple):
+            rest.extend(reversed(part))
     return 0

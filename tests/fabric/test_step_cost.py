@@ -74,7 +74,7 @@ def counting(calls: Counter[str]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def train(fabric: Fabric, late: int) -> list[tuple[Counter[str], int]]:
+def train(fabric: Fabric, late: int, is_monitored: bool = False) -> list[tuple[Counter[str], int]]:
     """After `EARLY` steps, and after `late`: the calls of `COUNTED` steps, and how many objects Python's collector
     knows."""
     torch.manual_seed(0)
@@ -83,6 +83,8 @@ def train(fabric: Fabric, late: int) -> list[tuple[Counter[str], int]]:
     num_samples = 4 * (late + 2 * COUNTED) * fabric.world_size
     samples = TensorDataset(torch.randn(num_samples, 8), torch.randn(num_samples, 1))
     loader = iter(fabric.setup_dataloaders(DataLoader(samples, batch_size=4)))
+    if is_monitored:
+        fabric.monitor(window_steps=10_000, show=False)
 
     def step() -> None:
         x, y = next(loader)
@@ -120,6 +122,16 @@ def test_a_late_step_costs_what_an_early_one_did_and_no_more_than_its_limit(name
     assert calls.total() <= early.total() + COUNTED, (calls - early).most_common(10)
     assert objects <= early_objects + (late - EARLY) // 10
     assert early.total() <= limit * COUNTED, [(each, number / COUNTED) for each, number in early.most_common()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp", marks=pytest.mark.thorough)])
+def test_a_step_with_a_monitor_makes_at_most_six_calls_more(name: str) -> None:
+    preload()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=name, launcher="forkserver")
+    late = EARLY + COUNTED
+    (without, _), (with_it, _) = (fabric.launch(train, late, is_on)[0] for is_on in (False, True))
+    assert 0 < with_it.total() - without.total() <= 6 * COUNTED, (with_it - without).most_common(10)
 
 
 def test_every_strategy_that_runs_here_has_a_limit() -> None:

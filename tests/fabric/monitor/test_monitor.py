@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import pytest
+import rich
 import torch
 from delays import BATCH, WIDTH, Delay, train
 from rich.console import Console
@@ -17,6 +18,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import CSVLogger, Fabric
 from fabric.monitor.flops import ModelFlops, known_peak
@@ -56,10 +58,11 @@ def test_flops_of_attention_are_those_of_the_formula() -> None:
 
 def test_peaks_are_those_of_dense_matrices() -> None:
     assert known_peak("NVIDIA H100 80GB HBM3", torch.bfloat16) == (989.4e12, "NVIDIA H100 datasheet, SXM")
-    assert known_peak("NVIDIA H100 PCIe", torch.float16) == (756e12, "NVIDIA H100 datasheet")
+    assert known_peak("NVIDIA H100 PCIe", torch.float16) == (756e12, "NVIDIA H100 datasheet, PCIe")
     assert known_peak("NVIDIA A100-SXM4-80GB", torch.float32) == (19.5e12, "NVIDIA A100 datasheet")
     assert known_peak("NVIDIA A100-SXM4-80GB", torch.float64) is None
-    assert known_peak("Pretended", torch.float32) is None
+    for unknown in ("Pretended", "NVIDIA H100 NVL", "NVIDIA GeForce RTX 4090 D", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"):
+        assert known_peak(unknown, torch.bfloat16) is None
 
 
 def test_rates_and_phases_are_those_of_a_loop_that_measures_by_hand(tmp_path: Path) -> None:
@@ -99,10 +102,17 @@ def test_the_file_has_a_line_for_each_event_and_loggers_get_the_same_numbers(tmp
 def test_a_file_of_a_killed_run_is_continued_on_a_line_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "monitor.jsonl").write_text('{"kind": "sta')
     with alone() as fabric:
-        fabric.monitor(tmp_path)
+        fabric.monitor(tmp_path, show=False)
     lines = (tmp_path / "monitor.jsonl").read_text().splitlines()
     assert lines[0] == '{"kind": "sta'
     assert json.loads(lines[1])["kind"] == "start"
+
+
+def test_the_folder_of_a_monitor_has_the_settings_of_the_run(tmp_path: Path) -> None:
+    with alone(precision="64-true") as fabric:
+        fabric.monitor(tmp_path, show=False)
+    settings = {each["name"]: each for each in json.loads((tmp_path / "run.json").read_text())["settings"]}
+    assert (settings["precision"]["value"], settings["precision"]["source"]) == ("64-true", "argument")
 
 
 def test_what_the_program_gives_is_shown_as_it_is(tmp_path: Path) -> None:
@@ -219,6 +229,28 @@ def test_the_table_is_never_wider_than_the_terminal(width: int) -> None:
     for word in ("step 1,240", "12.3 steps/s", "394 samples/s", "1.20 M tokens/s", "MFU 41.2%", "64.0 GB", "81.2 ms"):
         assert word in shown
     assert "4 more ranks wait longer" in shown
+
+
+def test_the_table_stands_beside_a_progress_bar_and_what_the_program_prints() -> None:
+    terminal = Terminal()
+    rich.reconfigure(file=terminal, width=120, height=40, force_terminal=True, color_system=None)
+    try:
+        with alone() as fabric:
+            model = nn.Linear(2, 1)
+            model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.5))
+            loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=1))
+            fabric.monitor(window_steps=2)
+            for (x,) in fabric.progress(loader, "training"):
+                fabric.backward(model(x).sum())
+                optimizer.step()
+                rich.print("said by the program")
+    finally:
+        rich.reconfigure()
+    shown = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", terminal.getvalue())
+    assert shown.count("said by the program") == 8
+    assert "step 6 " in shown
+    assert "training" in shown
+    assert "8/8" in shown
 
 
 def test_where_there_is_no_terminal_a_window_is_one_line() -> None:

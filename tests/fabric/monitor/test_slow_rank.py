@@ -90,7 +90,7 @@ def rows(*arrivals: float, node: tuple[int, ...] = (0, 0), ahead: float = 0.0) -
             Arrival(float(number), 0.1 * (number - 1) + arrival + clock, 16 * (number - 1) + 2 * BACKWARD + 1)
             for number in range(1, 7)
         ]
-        packed.append(pack({"node": node[rank], "num_steps": 6}, [*steps, Step()], found, 8))
+        packed.append(pack({"node": node[rank], "num_steps": 6}, [*steps, Step()], found))
     return Gathered(torch.stack(packed))
 
 

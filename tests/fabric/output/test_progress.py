@@ -107,9 +107,9 @@ def test_a_loop_left_early_prints_how_far_it_came() -> None:
     ids=["tensor", "nest", "tuple", "text", "scalar"],
 )
 def test_samples_are_the_first_dim_of_the_first_tensor(item: Any, samples: int) -> None:
-    from fabric.output.progress import _first_dim
+    from fabric.output.progress import first_dim
 
-    assert _first_dim(item) == samples
+    assert first_dim(item) == samples
 
 
 def test_an_iterable_without_a_length_shows_no_total() -> None:
