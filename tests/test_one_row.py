@@ -69,7 +69,7 @@ ROWS = {
         '    LauncherRow(name="tandem", path="tandem:tandem", description="two by two", needs_function=True),\n',
     ),
     "strategies/strategy_registry.py": (
-        "_TABLE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {\n",
+        "TABLE: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {\n",
         '    "solo": ("solo:solo", "all alone", {}),\n',
     ),
 }
