@@ -845,9 +845,8 @@ class Fabric(Output):
         """Measure from here on, on every rank: rates, MFU, where the time of a step goes, memory, the slow rank.
 
         After each window of steps (`window_steps`; None: of 5 s) rank 0 shows a table (`show`), logs the numbers under
-        `monitor/`, and writes `monitor.jsonl` in `folder`, by default `log_dir`. `add` of what is returned counts
-        tokens. Cost: six calls of Python a step, one all-gather a window. Ranks: all. Raises: OSError on every rank:
-        rank 0 cannot write there. RuntimeError: there is a monitor already.
+        `monitor/`, and writes `monitor.jsonl` in `folder`, by default `log_dir`. Cost: six calls of Python a step, one
+        all-gather a window. Ranks: all. Raises: OSError: rank 0 cannot write. RuntimeError: there is one already.
         """
         from fabric.monitor.monitor import monitored
 

@@ -9,11 +9,11 @@ from time import perf_counter
 from typing import Any, final
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from fabric.strategies.tensors.dtensor import local_part
+from fabric.strategies.tensors.nests import is_tensor
 
 
 @final
@@ -50,14 +50,10 @@ class ModelFlops:
         def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
             if self.is_in_backward and torch.is_grad_enabled():
                 return 0
-            args, out_val = tree_map(_local, (args, out_val))
+            args, out_val = tree_map(lambda each: local_part(each) if is_tensor(each) else each, (args, out_val))
             return int(formula(*args, out_val=out_val, **kwargs) * share + 0.5)
 
         return count
-
-
-def _local(value: Any) -> Any:
-    return local_part(value) if isinstance(value, Tensor) else value
 
 
 _DENSE_TERAFLOPS: dict[str, tuple[float, float, float, str]] = {

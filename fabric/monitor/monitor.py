@@ -23,25 +23,10 @@ from torch.optim import Optimizer
 
 from fabric.checks.check import Check
 from fabric.launchers.environments.defaults import NUM_CALLS
+from fabric.monitor import window
 from fabric.monitor.flops import ModelFlops, device_name, known_peak, measured_peak
 from fabric.monitor.results import Results
-from fabric.monitor.window import (
-    BACKWARD,
-    DATA,
-    FORWARD,
-    NUM_LAST,
-    OPTIMIZER,
-    OTHER,
-    PHASES,
-    SAVING,
-    STEP,
-    Arrival,
-    Gathered,
-    Step,
-    arrivals,
-    pack,
-    steps_of,
-)
+from fabric.monitor.window import PHASES, Arrival, Gathered, Step, arrivals, pack, steps_of
 from fabric.output.progress import first_dim
 from fabric.session import Session
 from fabric.strategies.accelerators.torch_accelerator import has_streams
@@ -156,7 +141,7 @@ class Monitor(Check):
         if not isinstance(source, Iteration):  # a micro-batch, which was received before
             return
         now = self._now
-        now.marks += (OTHER, source.asked_ns, DATA, time_ns())
+        now.marks += (window.OTHER, source.asked_ns, window.DATA, time_ns())
         self._is_in_forward = False
         first = next(iter(batch.values()), None) if isinstance(batch, dict) else batch
         first = first[0] if isinstance(first, list | tuple) and first else first
@@ -168,23 +153,23 @@ class Monitor(Check):
     def _forward_begins(self) -> None:
         if not self._is_in_forward and torch.is_grad_enabled():
             self._is_in_forward, marks = True, self._now.marks
-            marks += (FORWARD if marks and marks[-2] == DATA else OTHER, time_ns())
+            marks += (window.FORWARD if marks and marks[-2] == window.DATA else window.OTHER, time_ns())
             if self._stream_device is not None:
-                self._now.events.append((OTHER, _recorded(self._stream_device)))
+                self._now.events.append((window.OTHER, _recorded(self._stream_device)))
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
-        self._now.marks += (FORWARD, time_ns())
+        self._now.marks += (window.FORWARD, time_ns())
         if self._stream_device is not None:
-            self._now.events.append((FORWARD, _recorded(self._stream_device)))
+            self._now.events.append((window.FORWARD, _recorded(self._stream_device)))
         if self._flops is not None:
             self._flops.is_in_backward = True
 
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         now = self._now
-        now.marks += (BACKWARD, time_ns())
+        now.marks += (window.BACKWARD, time_ns())
         self._is_in_forward = False
         if self._stream_device is not None:
-            now.events.append((BACKWARD, _recorded(self._stream_device)))
+            now.events.append((window.BACKWARD, _recorded(self._stream_device)))
         if not now.has_loss:
             now.given["loss"] = loss.detach()
         if self._flops is not None:
@@ -192,31 +177,33 @@ class Monitor(Check):
 
     def after_step(self, optimizer: Optimizer) -> None:
         now, at = self._now, time_ns()
-        now.marks += (OPTIMIZER if now.marks and now.marks[-2] in (BACKWARD, OPTIMIZER, STEP) else OTHER, at)
+        is_next = bool(now.marks) and now.marks[-2] in (window.BACKWARD, window.OPTIMIZER, window.STEP)
+        now.marks += (window.OPTIMIZER if is_next else window.OTHER, at)
         if optimizer.step_was_skipped:  # type: ignore[attr-defined]  # every optimizer that was set up has it
             now.numbers["num_skipped_steps"] = now.numbers.get("num_skipped_steps", 0) + 1
+            self._results.write("skipped", step=self._set_up.num_steps)
         count = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         if count <= self._num_steps:
             return
         self._num_steps = count
-        now.marks += (STEP, at)
+        now.marks += (window.STEP, at)
         if self._scheduled is not None:
             now.scheduled.append(os.pread(self._scheduled, 99, 0))
         if self._stream_device is not None:
-            now.events.append((OPTIMIZER, _recorded(self._stream_device)))
+            now.events.append((window.OPTIMIZER, _recorded(self._stream_device)))
         if count >= self._due:
             self._act(optimizer)
 
     def saving(self) -> None:
-        self._now.marks += (OTHER, time_ns())
+        self._now.marks += (window.OTHER, time_ns())
 
     def saved(self, path: str, is_blocking: bool) -> None:
         now, at = self._now, time_ns()
         seconds = (at - now.marks[-1]) / 1e9
-        save = steps_of((SAVING, at, STEP, at), now.marks[-1])
+        save = steps_of((window.SAVING, at, window.STEP, at), now.marks[-1])
         now.calls_of_saves += arrivals(self._recorder.calls(with_lines=False), save)
         now.saves += save
-        now.marks += (SAVING, at)
+        now.marks += (window.SAVING, at)
         self._results.write("save", step=self._set_up.num_steps, seconds=seconds, path=path, is_blocking=is_blocking)
 
     def loading(self) -> None:
@@ -247,16 +234,14 @@ class Monitor(Check):
             self._count_flops(self._flops.stop())
             self._flops = None
             self._window_end = self._due = number + (self._window_steps or _FIRST_WINDOW)
-            self._now = _Open(time_ns())
-            return
         else:
             self._finish()
             if number >= self._window_end:
                 self._end_window(optimizer)
                 self._window_end = number + self._length()
             self._due = number + 1 if self._rows is not None else self._window_end
-        if number == 1:
-            self._now = _Open(time_ns())
+            return
+        self._now = _Open(time_ns())
 
     def _count_flops(self, flops: int) -> None:
         samples, device = self._now.numbers["samples"], self._runtime.device
@@ -286,7 +271,7 @@ class Monitor(Check):
         queued = [int(each.split()[1]) / 1e9 for each in over.scheduled]
         for step, (before, after) in zip(over.steps[1:], pairwise(queued), strict=False):
             step.queued = after - before
-        last, device, numbers = over.steps[-NUM_LAST:], self._runtime.device, over.numbers
+        last, device, numbers = over.steps[-window.NUM_LAST :], self._runtime.device, over.numbers
         if self._runtime.world.size > 1:
             over.found = arrivals(self._recorder.calls(with_lines=False), last)
         numbers |= {"num_steps": len(over.steps), "seconds": (at - over.began_ns) / 1e9, "num_saves": len(over.saves)}
@@ -300,20 +285,21 @@ class Monitor(Check):
         if self._stream_device is None:
             self._send(over)
             return
-        over.events.append((STEP, _recorded(self._stream_device)))
+        over.events.append((window.STEP, _recorded(self._stream_device)))
         waiting, self._before = self._before, over
         if waiting is not None:
             self._send(waiting)
 
     def _send(self, over: _Open) -> None:
         """Start the all-gather of a window. Ranks: all."""
-        numbers, last = over.numbers, over.steps[-NUM_LAST:]
+        numbers, last = over.numbers, over.steps[-window.NUM_LAST :]
         if over.events and over.events[-1][1].query():
             _on_device(over.steps, over.events[:-1])
         if not over.events or over.events[-1][1].query():
             numbers |= {name: float(value) for name, value in over.given.items()}
         numbers |= {name: sum(step.seconds[phase] for step in over.steps) for phase, name in enumerate(PHASES)}
-        saved = [sum(save.seconds[SAVING] for save in over.saves) if phase == SAVING else 0.0 for phase in range(7)]
+        saved = [0.0] * len(PHASES)
+        saved[window.SAVING] = sum(save.seconds[window.SAVING] for save in over.saves)
         found = [*over.found, *(replace(each, place=each.place % 16 + 16 * len(last)) for each in over.calls_of_saves)]
         if len(found) > NUM_CALLS:
             found, saved = over.found, [float("nan")] * 7
@@ -357,12 +343,12 @@ def _on_device(steps: list[Step], events: list[tuple[int, Any]]) -> None:
         of_device = [0.0] * len(PHASES)
         for (_, begin), (phase, end) in at:
             of_device[phase] += begin.elapsed_time(end) / 1e3
-            if phase == OPTIMIZER:
+            if phase == window.OPTIMIZER:
                 break
-        gap = of_device[OTHER]
-        of_device[DATA] = min(step.seconds[DATA], gap)
-        of_device[SAVING] = min(step.seconds[SAVING], gap - of_device[DATA])
-        of_device[OTHER] = gap - of_device[DATA] - of_device[SAVING]
+        gap = of_device[window.OTHER]
+        of_device[window.DATA] = min(step.seconds[window.DATA], gap)
+        of_device[window.SAVING] = min(step.seconds[window.SAVING], gap - of_device[window.DATA])
+        of_device[window.OTHER] = gap - of_device[window.DATA] - of_device[window.SAVING]
         step.seconds = of_device
 
 
@@ -383,13 +369,10 @@ def _memory(device: torch.device) -> dict[str, float]:
     if sys.platform != "win32":
         import resource
 
-        unit = 1 if sys.platform == "darwin" else 1024
-        found["host_memory_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        statm = Path("/proc/self/statm")
-        if statm.exists():
-            now = int(statm.read_text().split()[1]) * resource.getpagesize()
-            found["host_memory_bytes"] = now
-            found["host_memory_peak_bytes"] = max(now, found["host_memory_peak_bytes"])  # which Linux counts coarsely
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        if sys.platform == "linux":
+            found["host_memory_bytes"] = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        found["host_memory_peak_bytes"] = max(peak, *found.values(), 0)  # which Linux counts coarsely
     if has_streams(device):
         found["device_memory_bytes"] = torch.accelerator.memory_allocated(device)
         found["device_memory_peak_bytes"] = torch.accelerator.max_memory_allocated(device)

@@ -140,10 +140,8 @@ class Gathered:
         whole = empty.index_add(0, cell[~overlaps], wait[~overlaps])
         whole += empty.scatter_reduce(0, cell[overlaps], wait[overlaps], "amax")
         waits_rsp = whole.view(self.seconds_rsp.shape)
-        first = torch.where(known_rc, self.calls_rc[..., 2], torch.inf).amin(1) // 16  # what was before is forgotten
-        is_before = (
-            (torch.arange(NUM_LAST) < first[first.isfinite()].amax()) if len(ranks) else torch.zeros(NUM_LAST) > 0
-        )
+        first = torch.where(known_rc, self.calls_rc[..., 2], torch.inf).amin(1) // 16
+        is_before = torch.arange(NUM_LAST) < first.nan_to_num(nan=-1, posinf=-1).amax()  # what was before is forgotten
         waits_rsp[:, :NUM_LAST][:, is_before] = torch.nan
         return torch.minimum(waits_rsp, self.seconds_rsp)
 
@@ -153,4 +151,4 @@ class Gathered:
         ahead = (self.backward_end_rs - self.backward_end_rs[:1]).nanmedian(1).values
         of_node = [ahead[nodes == node].nanmedian() for node in nodes]
         clocks = torch.stack(of_node).nan_to_num()
-        return clocks - clocks[0] if len(set(nodes.tolist())) > 1 else torch.zeros_like(clocks)
+        return clocks - clocks[0]

@@ -130,6 +130,21 @@ def test_what_the_program_gives_is_shown_as_it_is(tmp_path: Path) -> None:
     assert model._forward_pre_hooks == {}
 
 
+def test_a_skipped_step_is_counted_and_written(tmp_path: Path) -> None:
+    with alone() as fabric:
+        model = nn.Linear(2, 1)
+        model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.5))
+        fabric.guard_gradients("skip")
+        monitor = fabric.monitor(tmp_path, window_steps=2, show=False)
+        for step in range(5):
+            fabric.backward(model(torch.ones(3, 2)).sum() * (torch.inf if step == 3 else 1))
+            optimizer.step()
+            optimizer.zero_grad()
+    lines = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
+    assert monitor.latest["num_skipped_steps"] == 1
+    assert [line["step"] for line in lines if line["kind"] == "skipped"] == [3]
+
+
 def fail_in_the_second_step() -> None:
     with alone() as fabric:
         model = nn.Linear(2, 1)
