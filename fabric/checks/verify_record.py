@@ -147,9 +147,8 @@ class Record:
 
     def save(self, path: Path) -> None:
         """Write the record, complete or not at all."""
-        content = {"format": FORMAT, **asdict(self)}
         part = path.with_name(path.name + ".part")
-        part.write_bytes(gzip.compress(json.dumps(content).encode()))
+        part.write_bytes(gzip.compress(json.dumps({"format": FORMAT, **asdict(self)}).encode()))
         part.replace(path)
 
     @classmethod

@@ -7,7 +7,7 @@ import signal
 import sys
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +15,7 @@ from rich.table import Table
 from fabric.checks.verify_record import Step
 from fabric.cli.run import options_of
 from fabric.configure.run_options import program_of
+from fabric.launchers.supervision.supervisor import ENDING
 from fabric.verify.runs import Verdict, Verification, ranks_in_words, start_program
 
 
@@ -23,20 +24,17 @@ def verify(parsed: argparse.Namespace) -> int:
 
     Raises: ValueError: an option is wrong, there is no such script, or the program failed in a run.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the run, and removes its record
+    for number in ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _end)
     program = program_of(parsed.script, parsed.script_arguments, is_module=parsed.module)
-    verification = Verification(
-        start=partial(start_program, os.environ, program),
-        options=options_of(parsed),
-        num_steps=parsed.steps,
-        keeps_dropout=parsed.keep_dropout,
-        tolerance=parsed.tolerance,
-    )
+    start, options = partial(start_program, os.environ, program), options_of(parsed)
+    verification = Verification(start, options, parsed.steps, parsed.keep_dropout, parsed.tolerance)
     verdict = verification.run(parsed.against, parsed.save)
     if parsed.json:
         print(json.dumps(as_json(verdict)))
     else:
-        show(verdict, Console())
+        show(verdict, Console(highlight=False, markup=False))
     return 0 if verdict.is_equal else 1
 
 
@@ -65,11 +63,16 @@ def show(verdict: Verdict, console: Console) -> None:
             difference = "0" if one == other else f"{abs(one - other) / (abs(one) or 1.0):.1e}"
             table.add_row("" if place else str(step["step"]), words, f"{one:.8g}", f"{other:.8g}", difference)
     console.print(table)
-    console.print(
-        verdict.sentence, style="bold green" if verdict.is_equal else "bold red", highlight=False, markup=False
-    )
+    console.print(verdict.sentence, style="bold green" if verdict.is_equal else "bold red")
     for cause in verdict.causes:
-        console.print(f"- {cause}", highlight=False, markup=False)
+        console.print(f"- {cause}")
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    """End the run, and remove its record. A second Ctrl-C does not interrupt that."""
+    for each in ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _numbers(step: Step) -> dict[str, float]:

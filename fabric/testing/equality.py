@@ -36,6 +36,4 @@ def verify(
     else:
         script = program_of(os.fspath(program), [str(each) for each in args], is_module=False)
         start = partial(start_program, os.environ, script)
-    return Verification(
-        start=start, options=asked, num_steps=steps, keeps_dropout=keep_dropout, tolerance=tolerance
-    ).run()
+    return Verification(start, asked, steps, keep_dropout, tolerance).run()

@@ -21,10 +21,8 @@ def ratio_in_words(run: Record, difference: Difference) -> str:
     factor = factor_of(difference.reference, difference.run)
     if factor is None or _is_near(factor, 1):
         return ""
-    for number, words in (
-        (run.num_ranks, "number of ranks"),
-        (run.num_shares, "number of ranks with data of their own"),
-    ):
+    named = {run.num_shares: "number of ranks with data of their own", run.num_ranks: "number of ranks"}
+    for number, words in named.items():
         if _is_near(factor, number):
             return f"{number} times (the {words})"
         if _is_near(factor, 1 / number):
@@ -47,7 +45,8 @@ def causes(reference: Record, run: Record, difference: Difference) -> Iterator[s
         return
     step, other = reference.steps[difference.step - 1], run.steps[difference.step - 1]
     if step.learning_rates != other.learning_rates and difference.kind == "weight":
-        yield _LEARNING_RATE.format(one=_rates(step), other=_rates(other))
+        one, two = (", ".join(f"{rate:g}" for rate in each.learning_rates) for each in (step, other))
+        yield _LEARNING_RATE.format(one=one, other=two)
     if changed := sorted({name for rank in (*step.ranks, *other.ranks) for name in rank.changed}):
         yield _OUTSIDE.format(names=name_some(changed))
     reads_loader = any(rank.num_batches for rank in step.ranks)
@@ -83,31 +82,18 @@ def _reads_other_samples(step: Step, other: Step) -> bool:
     return ours != theirs
 
 
-def _rates(step: Step) -> str:
-    return ", ".join(f"{rate:g}" for rate in step.learning_rates)
-
-
-_SEED = (
-    "The models differ before the first step. Seed the program before it makes the model: "
-    "`fabric.seed_everything(0)` or `torch.manual_seed(0)`."
-)
+_SEED = "Seed the program before it makes the model: `fabric.seed_everything(0)` or `torch.manual_seed(0)`."
 _LEARNING_RATE = (
     "The learning rate is {other}, and {one} in one process: a schedule or a factor depends on `fabric.world_size`, on "
     "`len(loader)` before `setup_dataloaders`, or on a number of this rank."
 )
-SKIPPED = (
-    "The loss scaler skipped a step in one of the runs: gradients overflowed in float16. Compare in "
-    "`--precision bf16-mixed` or `32-true`."
-)
+SKIPPED = "The loss scaler skipped a step in one of the runs. Compare in `--precision bf16-mixed` or `32-true`."
 _OTHER_SAMPLES = (
     "The ranks read other samples than one process: random augmentation draws other numbers on each rank, or an order "
     "is drawn from a generator that the loop uses. Compare without augmentation, and pass the `DataLoader` a "
     "`generator`."
 )
-_NO_LOADER = (
-    "The loop reads data that no prepared loader gives it: each rank draws or reads its own. Pass the loader to "
-    "`fabric.setup_dataloaders`."
-)
+_NO_LOADER = "The loop reads data that no prepared loader gives it. Pass the loader to `fabric.setup_dataloaders`."
 _BATCH_NORM = (
     "{layers} normalises by the statistics of each rank's batch. Write "
     "`nn.SyncBatchNorm.convert_sync_batchnorm(model)` before `fabric.setup` (on GPUs), or a norm of single samples."
@@ -116,14 +102,8 @@ _UNEQUAL = (
     "The ranks have {counts} samples or tokens in this step, and `fabric.backward(loss)` averages the means of the "
     "ranks, which counts those of smaller batches more. Write `fabric.backward(loss_sum, weight=num_tokens)`."
 )
-_GATHERED = (
-    "The loss uses what was gathered at {lines}, through which no gradient flows to other ranks. Write "
-    "`fabric.all_gather(x, sync_grads=True)`."
-)
-_DRAWS = (
-    "Random numbers are drawn in forward (dropout as a function, noise): ranks draw other numbers than one process. "
-    "Layers of dropout are switched off here; switch this off, too."
-)
+_GATHERED = "The loss uses what was gathered at {lines}. Write `fabric.all_gather(x, sync_grads=True)` for gradients."
+_DRAWS = "Random numbers are drawn in forward (dropout as a function, noise), others on each rank. Switch this off."
 _OUTSIDE = (
     "{names} changed outside of an optimizer's step: each rank changes its own copy, or its shard. Change weights by "
     "values that are the same on all ranks."

@@ -26,8 +26,6 @@ from fabric.strategies.strategy import Strategy
 from fabric.verify.causes import SKIPPED, causes, causes_of_chaos, ratio_in_words
 from fabric.verify.comparison import Comparison, compare, why_nothing
 
-REFERENCE: Mapping[str, Any] = {"devices": 1, "num_nodes": 1, "launcher": "auto"}
-
 
 class ProgramError(ValueError):
     """The program failed before it had a record; the message has its output."""
@@ -53,7 +51,7 @@ Start: TypeAlias = Callable[[Options, Recording], tuple[int, str]]
 """Runs the program with these options of `Fabric`, recorded. Returns its exit code and its output."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Verification:
     """How often and in which way a program is run. Raises: ValueError: a number is out of range."""
 
@@ -78,6 +76,13 @@ class Verification:
             raise ValueError(f"`{save}` cannot be written: `{Path(save).parent}` is no folder. Make it first.")
         with tempfile.TemporaryDirectory(prefix="fabric-verify-") as name:
             record = partial(self._record, Path(name) / "record")
+            if against is not None and known is None:  # first: the program's `Fabric(...)` refuses an unknown name
+                try:
+                    known = record(f"under {against}", {**self.options, "strategy": against})
+                except ProgramError as error:
+                    neither = f"`--against {against}` is neither a file nor a strategy. Write a file of `--save`,"
+                    said = str(error).replace(f"`strategy={against!r}` is not known. Write 'auto'", neither)
+                    raise ProgramError(said) from error
             try:
                 run = record("as asked", {"sanitize": "always", **self.options})
             except ProgramError as error:
@@ -89,12 +94,11 @@ class Verification:
             permuted = None
             if known is not None:
                 _refuse_other_model(known, run, str(against))
-            elif against is not None:
-                known = record(f"under {against}", {**self.options, "strategy": against})
             else:
                 shares, asked = run.num_shares, self.options.get("strategy")
+                kind = asked.in_one_process() if isinstance(asked, Strategy) else "auto"
                 one = {name: self.options[name] for name in self.options if name in ("accelerator", "precision")}
-                one |= {**REFERENCE, "strategy": asked.in_one_process() if isinstance(asked, Strategy) else "auto"}
+                one |= {"strategy": kind, "devices": 1, "num_nodes": 1, "launcher": "auto"}
                 known = record("in one process", one, in_place_of=shares)
                 if shares > 1 and known.samples_of_first_step == shares * run.samples_of_first_step > 0:
                     shares = 1  # the program divides its batches by `world_size`: one process reads global ones itself

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -583,6 +584,7 @@ def command(*arguments: str, at: Path) -> subprocess.CompletedProcess[str]:
     return template.run(
         [sys.executable, "-m", "fabric", "verify", *arguments],
         cwd=at,
+        env={**os.environ, "TMPDIR": str(at)},
         capture_output=True,
         text=True,
         timeout=280,
@@ -680,11 +682,16 @@ def test_a_module_is_verified_against_another_strategy(tmp_path: Path) -> None:
     said = command("--steps", "2", "--strategy", "fsdp", "--against", "ddp", "-m", "train", "1.0", at=tmp_path)
     assert said.returncode == 0, said.stderr
     assert "The numbers of ddp on 2 ranks: fsdp on 2 ranks is equal in 2 steps" in " ".join(said.stdout.split())
+    unknown = command("--against", "nonsense", "train.py", "1.0", at=tmp_path)
+    words = "fabric verify: `--against nonsense` is neither a file nor a strategy. Write a file of `--save`, or one of "
+    assert unknown.returncode == 2
+    assert unknown.stderr.startswith(words)
     refused = command("--save", "nowhere/record", "train.py", "1.0", at=tmp_path)
     assert (
         refused.stderr == "fabric verify: `nowhere/record` cannot be written: `nowhere` is no folder. Make it first.\n"
     )
-    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["train.py"]
+    names = {path.name for path in tmp_path.iterdir() if not path.name.startswith(("__pycache__", "torchinductor"))}
+    assert names == {"train.py"}
 
 
 @pytest.mark.slow
@@ -722,7 +729,8 @@ def until(holds: Callable[[], bool], seconds: float = 60) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_a_verification_that_is_terminated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+def test_nothing_is_left_of_a_verification_that_is_ended_by_a_signal(number: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         SCRIPT.replace("for batch", "open('begun', 'w').close(); import time\nfor batch")
     )
@@ -736,8 +744,9 @@ def test_nothing_is_left_of_a_verification_that_is_terminated(tmp_path: Path) ->
     )
     until(lambda: (tmp_path / "begun").exists())
     assert left(tmp_path)
-    verifying.terminate()
-    assert verifying.wait(60) == 143
+    for _ in range(2):  # a second Ctrl-C does not interrupt the removal of the record
+        verifying.send_signal(number)
+    assert verifying.wait(60) == 128 + number
     until(lambda: not left(tmp_path))
     assert not list((tmp_path / "temporary").glob("fabric-verify-*"))
 
