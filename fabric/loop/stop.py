@@ -2,7 +2,7 @@
 
 Each rank counts its reads of `should_stop`. After a stop request, a thread on each rank publishes its count in the
 job's store, and all ranks stop at the first step that no rank has passed yet. Before a request, a read costs an
-uncontended lock.
+uncontended lock. Of SIGINT (Ctrl-C) the first is a request, and the second does what it does in other programs.
 
 Source: the synchronisation point of multi-host preemption in JAX and Orbax, here over torch's store.
 """
@@ -17,7 +17,7 @@ from typing import Any, final
 from fabric.launchers.rendezvous.join import join
 from fabric.launchers.world import World
 
-_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if name in dir(signal)]
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if name in dir(signal)]
 _FOREVER = timedelta(days=365)
 
 
@@ -41,7 +41,8 @@ class StopRequest:
         self._failure: Exception | None = None
         self._handlers: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._handlers = {number: signal.signal(number, self._on_signal) for number in heard}
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="fabric-stop")
         self._watcher.start()
 
@@ -74,6 +75,8 @@ class StopRequest:
             signal.signal(number, self._handlers[number])
             os.kill(os.getpid(), number)
             return
+        if number == signal.SIGINT:
+            signal.signal(number, self._handlers[number])  # a second Ctrl-C interrupts
         # The main thread may hold the store's lock right now, so another thread uses the store.
         threading.Thread(target=self.request, daemon=True, name="fabric-stop-request").start()
 

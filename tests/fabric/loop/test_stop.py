@@ -36,7 +36,7 @@ def steps_until_stopped(world: World, chosen: int, number: int | None, after: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGUSR1], ids=["request", "SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=["request", "SIGTERM", "SIGUSR1", "SIGINT"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_all_ranks_stop_at_the_same_step(size: int, number: int | None) -> None:
     after = random.randrange(1, 30)
@@ -52,6 +52,16 @@ def test_closing_restores_signal_handlers_and_ends_the_thread() -> None:
     assert not stop.reached()
     stop.close()
     assert (signal.getsignal(signal.SIGTERM), set(threading.enumerate())) == before
+
+
+def test_a_second_ctrl_c_interrupts() -> None:
+    stop = StopRequest(World(), print)
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert stop.reached()
+    stop.close()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
