@@ -817,7 +817,7 @@ class Fabric(Output):
     def should_stop(self) -> bool:
         """True on every rank at the same step, after SIGTERM, SIGUSR1, Ctrl-C or `request_stop()` on any rank.
 
-        Ranks: all read it once per step. After the first read, these signals no longer end the process; a second Ctrl-C does.
+        Ranks: all read it once per step. After the first read, they do not end the process; a second Ctrl-C does.
         """
         return self._connected.stop.reached()
 

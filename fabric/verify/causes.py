@@ -93,6 +93,10 @@ _OTHER_SAMPLES = (
     "is drawn from a generator that the loop uses. Compare without augmentation, and pass the `DataLoader` a "
     "`generator`."
 )
+RESUMED = (
+    "The program resumes from a checkpoint that the run before it has saved. Make resuming an option, and leave it out "
+    "under `fabric verify`."
+)
 _NO_LOADER = "The loop reads data that no prepared loader gives it. Pass the loader to `fabric.setup_dataloaders`."
 _BATCH_NORM = (
     "{layers} normalises by the statistics of each rank's batch. Write "

@@ -23,7 +23,7 @@ from fabric.configure.run_options import ProgramId, as_variable
 from fabric.launchers.process.os_process import die_with_parent
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.strategy import Strategy
-from fabric.verify.causes import SKIPPED, causes, causes_of_chaos, ratio_in_words
+from fabric.verify.causes import RESUMED, SKIPPED, causes, causes_of_chaos, ratio_in_words
 from fabric.verify.comparison import Comparison, compare, why_nothing
 
 
@@ -162,6 +162,8 @@ def judge(reference: Record, permuted: Record | None, run: Record, tolerance: fl
     verdict = partial(Verdict, reference=reference, run=run)
     who, whose = (f"{each.strategy} on {ranks_in_words(each.num_ranks)}" for each in (run, reference))
     whose = "one process" if reference.num_ranks == 1 else whose
+    if permuted is not None and reference.steps and not permuted.steps:
+        return verdict(sentence="Nothing was compared: the second run took no step.", causes=[RESUMED])
     for record, words in ((run, "as asked"), (reference, "in the reference")):
         if reason := why_nothing(record):
             return verdict(sentence=f"Nothing was compared: {words}, {reason}.")
@@ -179,7 +181,9 @@ def judge(reference: Record, permuted: Record | None, run: Record, tolerance: fl
         words, why = f"in step 1 {skips}", [SKIPPED]
         if not found.skipped_by:
             words = "two runs of one process, with the samples of each batch in another order, part in step 1 already"
-            why = causes_of_chaos(reference.steps[0], (permuted or reference).steps[0])
+            firsts = [record.steps[0] for record in (run, reference, permuted or reference)]
+            loaded = {any(rank.changed for rank in step.ranks) for step in firsts}  # between set-up and the first step
+            why = [RESUMED] if len(loaded) > 1 else causes_of_chaos(*firsts[1:])
         return verdict(sentence=f"Nothing was compared: {words}.", causes=why)
     ours, theirs = len(run.steps), len(reference.steps)
     if ours != theirs and (run if ours < theirs else reference).ended == "program":

@@ -36,7 +36,9 @@ def steps_until_stopped(world: World, chosen: int, number: int | None, after: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=["request", "SIGTERM", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize(
+    "number", [None, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=["request", "SIGTERM", "SIGUSR1", "SIGINT"]
+)
 @pytest.mark.parametrize("size", [1, 3])
 def test_all_ranks_stop_at_the_same_step(size: int, number: int | None) -> None:
     after = random.randrange(1, 30)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from fabric import Fabric
+from fabric import CheckpointDirectory, Fabric
 from fabric.checks.verify_record import Record, Recording
 from fabric.checks.verify_recorder import Recorder
 from fabric.strategies import ModelParallelStrategy, Pipeline
@@ -456,6 +456,29 @@ def a_sum_over_samples(fabric: Fabric) -> None:
     list(steps(fabric, mlp(), samples(), lambda model, batch: squares(model, batch) * len(batch[0])))
 
 
+def resumes(fabric: Fabric, folder: Path, num_steps: int) -> None:
+    torch.manual_seed(0)
+    model, optimizer = fabric.setup(net := mlp(), torch.optim.SGD(net.parameters(), lr=0.1))
+    state = {"model": model, "optimizer": optimizer}
+    checkpoints = CheckpointDirectory(folder)
+    checkpoints.load(fabric, state)
+    loader = fabric.setup_dataloaders(DataLoader(samples(), batch_size=4))
+    for batch in loader:
+        if fabric.num_steps < num_steps:
+            fabric.backward(squares(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoints.save(fabric, state, step=fabric.num_steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_steps", [2, 6], ids=["finished", "in_its_middle"])
+def test_a_program_that_resumes_from_the_run_before_it_is_told_so(tmp_path: Path, num_steps: int) -> None:
+    verdict = verify(resumes, tmp_path, num_steps, strategy="ddp", steps=2)
+    assert verdict.sentence.startswith("Nothing was compared")
+    assert verdict.causes[0].startswith("The program resumes from a checkpoint that the run before it has saved.")
+
+
 WRONG = {
     a_gather_without_gradients: ("step 1: the gradient of `0.weight`", "The loss uses what was gathered at fabric."),
     a_sum_over_samples: ("is 1/2 times (one over the number of ranks)", "a loss that is a sum over samples"),
@@ -566,7 +589,7 @@ SCRIPT = """
 import sys
 import torch
 from torch import nn
-from fabric import Fabric
+from fabric import CheckpointDirectory, Fabric
 
 fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
 fabric.launch()
