@@ -44,6 +44,7 @@ PROGRAMS: dict[str, tuple[str, list[str], str]] = {
     "gpt in shards": ("byte_gpt.py", [*GPT, "--strategy", "fsdp", "--precision", "bf16-mixed"], "nats per unseen byte"),
     "tensor parallel": ("tensor_parallel.py", ["--steps", "10", "--tensor", "2"], r"step \d+: [\d.]+ nats per byte"),
     "recommender": ("recommender.py", ["--pairs", "2000", "--epochs", "1"], r"epoch 0: .*of 200 pairs"),
+    "rollout": ("rollout.py", ["--steps", "10"], r"step 10: mean reward [\d.]+"),
     "encoder": ("finetune_text.py", ["--batch-size", "2"], r"after: [\d.]+ nats over \d+ words"),
 }
 """The example, its words, and what it says at the end."""

@@ -113,7 +113,7 @@ def test_code_without_a_file_that_could_not_fork_is_refused_with_what_to_write()
     assert "or pass what the ranks run: `launch(function)`" in done.stderr
 
 
-@pytest.mark.parametrize("launcher", ["fork", "forkserver", "spawn", "script"])
+@pytest.mark.parametrize("launcher", ["fork", "forkserver", "spawn"])
 def test_every_launcher_gives_each_rank_a_device(launcher: str, tmp_path: Path) -> None:
     end = f"print(Fabric(accelerator='cuda', devices=2, launcher='{launcher}').launch(work))"
     done = run(launching(tmp_path, end))
