@@ -14,7 +14,7 @@ from torch import Tensor
 from fabric.monitor.window import NUM_LAST, PHASES, SAVING
 
 MIN_STEPS = 5
-"""Fewer steps name nobody."""
+"""In fewer steps no rank is named."""
 MIN_SHARE = 0.1
 """Of a step; less is not named. The numbers of this file are chosen, not measured."""
 MIN_SECONDS = 0.01
@@ -55,7 +55,7 @@ _PLACES = {"optimizer": "in the optimizer step", "saving": "saving", "other": "i
 
 @final
 class SlowRanks:
-    """Finds the slow rank of each window. Nobody is named unless it is unmistakable: for a step, in two windows in a
+    """Finds the slow rank of each window. A rank is named only if it is unmistakable: for a step, in two windows in a
     row."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What one rank measured in one window of steps, and the row of numbers by which it travels to the other ranks."""
+"""What one rank measured in one window of steps, and the row of numbers in which it is sent to the other ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -123,7 +123,7 @@ class Gathered:
     def waits(self) -> Tensor:
         """(R, S, P): how long each rank waited for others in each phase; NaN for steps whose calls are not all known.
 
-        The last to arrive at a collective waits for nobody, and the others as much longer as they arrived earlier. A
+        The last to arrive at a collective does not wait, and the others wait as much longer as they arrived earlier. A
         backward that sends gradients while it goes on waits at its end alone: as long as at the call at which this
         rank was earliest.
         """
