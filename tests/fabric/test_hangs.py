@@ -312,10 +312,10 @@ def test_on_a_terminal_a_report_begins_below_the_progress_bar_and_is_wrapped_at_
         os.close(master)
         process.wait(60)
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode()).replace("\r", "\n").splitlines()
-    begins = next(number for number, line in enumerate(lines) if line.startswith("2 of 2 ranks wait in a collective"))
-    report = lines[begins : begins + 6]
+    # A busy machine reports an earlier collective as well: a rank may wait 0.3 s for one that is still in its set-up.
+    starts = [number for number, line in enumerate(lines) if line.startswith("2 of 2 ranks wait in a collective")]
+    reports = [lines[start : start + 6] for start in starts]
+    rank_0 = f"rank 0 fabric.save, program.py:{SAVE} in <module>, after 5 steps: waits in all_reduce of float64 (1,)"
+    report = next((report for report in reports if rank_0 in " ".join(" ".join(report).split())), [])
+    assert report, lines
     assert max(map(len, report)) <= width
-    text = " ".join(" ".join(report).split())
-    assert (
-        f"rank 0 fabric.save, program.py:{SAVE} in <module>, after 5 steps: waits in all_reduce of float64 (1,)" in text
-    )
