@@ -60,14 +60,6 @@ class Layer(nn.Module):
         return out
 
 
-class Optimizer(SGD):
-    delay: Delay
-
-    def step(self, closure: Any = None) -> Any:
-        self.delay.at("optimizer")
-        return super().step(closure)
-
-
 @dataclass
 class Slow:
     """An object whose state takes long to read."""
@@ -88,8 +80,8 @@ def train(fabric: Fabric, delay: Delay, folder: Path, num_steps: int = 14, **opt
         torch.set_num_threads(1)
     delay.rank = fabric.global_rank
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(delay), nn.ReLU(), nn.Linear(WIDTH, 1))
-    optimizer = Optimizer(net.parameters(), lr=1e-3)
-    optimizer.delay = delay
+    optimizer = SGD(net.parameters(), lr=1e-3)
+    optimizer.register_step_pre_hook(lambda *_: delay.at("optimizer"))
     model, optimizer = fabric.setup(net, optimizer)
     rows = Rows(num_steps * BATCH * fabric.world_size, delay)
     loader = fabric.setup_dataloaders(DataLoader(rows, batch_size=BATCH))
