@@ -126,7 +126,7 @@ test-on-today: $(DEVICE)/test.done
 	PRETENDED_DEVICES=0 $(DEVICE)/bin/python -m pytest $(AT_A_TIME) $(APART) -m 'not thorough' --of-torch $(PYTEST_ARGS)
 
 # The torch of the machine is taken, where it has one: `make test-gpu PYTHON=python3.12`.
-test-gpu: $(GPU)/test.done  ## On a machine with a GPU, in five minutes: what to add to docs/measurements/hardware.md
+test-gpu: $(GPU)/test.done  ## On a machine with a GPU, in five minutes: what to add to docs/explanation/hardware.md
 	timeout 300 $(GPU)/bin/python tests/device/hardware.py
 
 others: docs test-examples test-browser test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root

@@ -255,6 +255,23 @@ def test_the_loop_of_preemption_md_that_is_preempted_twice_ends_with_the_best_ep
     assert ends[1] == ends[0]
 
 
+def test_the_loop_of_accumulate_md_that_is_stopped_in_mid_epoch_resumes_with_the_weights_of_one_that_is_not(
+    tmp_path: Path,
+) -> None:
+    program = blocks_of_python()["how-to/accumulate.md-1"] + "\nfabric.print(model.weight.tolist())\n"
+    stopped = program.replace("fabric.num_steps < 10", "fabric.num_steps < 5")
+    assert stopped != program
+    ends = []
+    for folder, programs in ((tmp_path / "whole", [program]), (tmp_path / "stopped", [stopped, program])):
+        folder.mkdir()
+        for each in programs:
+            (folder / "train.py").write_text(each)
+            output = run_program("train.py", cwd=folder)
+        ends.append(output.splitlines()[-1])
+    assert ends[0].startswith("[[")
+    assert ends[1] == ends[0]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_links_of_a_page_lead_to_files_and_headings_that_exist(page: Path) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):

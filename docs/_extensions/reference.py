@@ -14,6 +14,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from messages import PARTS, messages
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parents[2]
@@ -94,67 +95,30 @@ def commands() -> str:
 
 
 def errors() -> str:
-    """Each error that the package raises, word for word, grouped by the part that raises it."""
+    """Each error that the package raises, with its cause and what to write instead, by the part that raises it."""
     found = []
-    for title, folders in PARTS.items():
-        lines = sorted({line for folder in folders for line in _raised(ROOT / folder)}, key=_letters)
-        if lines:
-            found.append(f"### {title}\n\n" + "\n".join(f"- {line}" for line in lines) + "\n")
+    for part in PARTS:
+        lines = []
+        for each in messages(part):
+            cause, remedy = each.parts
+            lines.append(f"- `{each.kind}`: {cause}\n  - **Write**: {remedy[:1].upper() + remedy[1:]}")
+        found.append(f"### {part}\n\n" + "\n".join(dict.fromkeys(lines)) + "\n")
     return "\n".join(found)
 
 
-PARTS = {
-    "Arguments of `Fabric`, and the order of its calls": ["fabric/configure", "fabric/loop", "fabric/output", "fabric"],
-    "Checks": ["fabric/checks"],
-    "Checkpoints": ["fabric/checkpoints", "strategies/checkpoint"],
-    "Commands": ["fabric/cli", "fabric/verify"],
-    "Launching": ["launchers", *(f"launchers/{part}" for part in (
-        "environments", "process", "rank", "rendezvous", "supervision", "watch"))],
-    "Devices and precision": ["strategies/accelerators", "strategies/precision"],
-    "Collectives": ["strategies/collectives"],
-    "Data loaders": ["strategies/data"],
-    "Models, gradients and optimizers": ["strategies", *(f"strategies/{part}" for part in (
-        "module", "gradients", "optimizers", "sharding", "tensors"))],
-    "`ddp`": ["strategies/ddp"],
-    "`fsdp` and `hsdp`": ["strategies/fsdp"],
-    "`model_parallel`": ["strategies/model_parallel", "strategies/model_parallel/pipeline"],
-    "`manual`": ["strategies/manual"],
-    "DeepSpeed": ["strategies/deepspeed"],
-    "FairScale": ["strategies/fairscale"],
-    "Horovod": ["strategies/horovod"],
-    "XLA": ["strategies/xla"],
-    "`fabric.lightning`": ["fabric/lightning", *(f"fabric/lightning/{part}" for part in (
-        "plugins", "strategies", "utilities"))],
-    "`fabric.testing`": ["fabric/testing"],
-}  # fmt: skip
+def unsupported() -> str:
+    """What each strategy does not support, with the error that its use raises."""
+    from fabric.strategies.strategy_registry import strategy_registrations
 
-
-def _raised(folder: Path) -> Iterator[str]:
-    """The errors of the modules of one folder."""
-    for path in sorted(folder.glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
-                continue
-            kind, words = ast.unparse(node.exc.func).rpartition(".")[2], _words(node.exc.args[0])
-            if words and len(words) > 30 and kind[0].isupper():
-                yield f"`{kind}`: {words}"
-
-
-def _words(node: ast.expr) -> str:
-    """A message, with `...` for each value that it names."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_words(each) for each in node.values)
-    if isinstance(node, ast.FormattedValue):
-        return "..."
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _words(node.left) + _words(node.right)
-    return "..." if isinstance(node, (ast.Name, ast.Call, ast.Attribute, ast.Subscript, ast.IfExp)) else ""
-
-
-def _letters(line: str) -> str:
-    return re.sub(r"[^\w ]", "", line).lower()
+    found: dict[str, tuple[str, list[str]]] = {}
+    for name, registration in strategy_registrations().items():
+        if registration.source == "torchfabric":
+            for capability, words in registration.make().lacks.items():
+                found.setdefault(words, (capability, []))[1].append(f"`{name}`")
+    lines = ["| case | strategies | error |", "|---|---|---|"]
+    for words, (capability, names) in found.items():
+        lines.append(f"| `{capability}` | {', '.join(names)} | {' '.join(words.split()).replace('|', '/')} |")
+    return "\n".join(lines)
 
 
 def _sentence(text: str) -> str:
@@ -194,6 +158,7 @@ LISTS = {
     "testing": lambda: names_of("fabric.testing"),
     "commands": commands,
     "errors": errors,
+    "unsupported": unsupported,
 }
 
 

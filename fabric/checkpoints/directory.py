@@ -95,10 +95,9 @@ class CheckpointDirectory:
         Ranks: all. Raises: as `fabric.save`; ValueError, on every rank: on rank 0 the metric is not one number, or the
         step not an integer from 0 on.
         """
-        wrong = fabric.collective.broadcast_object(self._wrong(step, metric))
-        if wrong is not None:
+        _ready(fabric)  # a checkpoint that is not complete yet would be taken for the remains of a dead job
+        if (wrong := fabric.collective.broadcast_object(self._wrong(step, metric))) is not None:
             raise ValueError(wrong)
-        fabric.wait_for_save()  # a checkpoint that is not complete yet would be taken for the remains of a dead job
         folder = read_by_rank_zero(fabric.collective, self.path, lambda: self._next(step, metric))
         return fabric.save(self._storage.inside(folder).path, state, filter, blocking, after_commit=self._remove_old)
 
@@ -109,9 +108,8 @@ class CheckpointDirectory:
 
         Entries that `state` does not name: `fabric.load(path)`. Ranks: all; rank 0 chooses. Raises: as `fabric.load`.
         """
-        fabric.wait_for_save()
-        path = read_by_rank_zero(fabric.collective, self.path, self.latest)
-        if path is not None:
+        _ready(fabric)
+        if (path := read_by_rank_zero(fabric.collective, self.path, self.latest)) is not None:
             fabric.load(path, state, strict, resume_loaders=resume_loaders)
         return path
 
@@ -134,13 +132,10 @@ class CheckpointDirectory:
             float(0.0 if metric is None else metric)
         except (TypeError, ValueError, RuntimeError):
             return f"`metric={metric!r}`: one number, by which the best is known. Write `metric=float(...)`."
-        try:
-            is_count = step is None or operator.index(step) >= 0
-        except TypeError:
-            is_count = False
-        return (
-            None if is_count else f"`step={step!r}`: the number of steps until this checkpoint, an integer from 0 on."
-        )
+        with contextlib.suppress(TypeError):
+            if step is None or operator.index(step) >= 0:
+                return None
+        return f"`step={step!r}`: the number of steps until this checkpoint, an integer from 0 on."
 
     def _next(self, step: int | None, metric: float | None) -> str:
         """The name of the next checkpoint. Removes the incomplete ones of jobs that died."""
@@ -150,8 +145,9 @@ class CheckpointDirectory:
             if name not in complete:
                 with contextlib.suppress(OSError):
                     self._storage.inside(folder).discard()
-        step = None if step is None else operator.index(step)
-        return str(Name(number, step, None if metric is None else float(metric)))
+        return str(
+            Name(number, None if step is None else operator.index(step), None if metric is None else float(metric))
+        )
 
     def _names(self) -> dict[Name, str]:
         """The checkpoints, complete or not, oldest first, with the names of their folders."""
@@ -159,8 +155,7 @@ class CheckpointDirectory:
         return dict(sorted(found.items(), key=lambda each: each[0].number))
 
     def _complete(self) -> dict[Name, str]:
-        names = self._names().items()
-        return {name: folder for name, folder in names if NAME in self._storage.inside(folder).names()}
+        return {name: folder for name, folder in self._names().items() if NAME in self._storage.inside(folder).names()}
 
     def _by_metric(self, names: Iterable[Name]) -> list[Name]:
         """Those that have a metric, best first; of equal metrics the newer first. Without those whose metric is NaN."""
@@ -177,3 +172,13 @@ class CheckpointDirectory:
                 old = self._storage.inside(folder)
                 old.remove(NAME)
                 old.discard()
+
+
+def _ready(fabric: "Fabric") -> None:
+    """Wait for the save in the background, if there is one. Raises: TypeError: it is a `fabric.lightning.Fabric`."""
+    if getattr(fabric, "core", fabric) is not fabric:
+        raise TypeError(
+            "`CheckpointDirectory` was given a `fabric.lightning.Fabric`. Pass the core of it, and modules "
+            "without their wrappers: `checkpoints.save(fabric.core, {'model': model.module, 'optimizer': optimizer})`."
+        )
+    fabric.wait_for_save()

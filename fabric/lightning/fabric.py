@@ -364,9 +364,7 @@ class Fabric:
         plain = _unwrapped("load", state)
         before = dict(plain)
         rest = self.core.load(path, plain, strict, resume_loaders=False)
-        for name, value in plain.items():
-            if value is not before[name]:
-                state[name] = value
+        state.update({name: value for name, value in plain.items() if value is not before[name]})
         return rest
 
     def load_raw(

@@ -1,6 +1,7 @@
 """`make bench`: one table of ratios against raw PyTorch and, where installed, against what people use today.
 
-It writes docs/measurements/bench.md. `BENCH_ARGS='sharded memory'` chooses parts of it:
+It writes docs/measurements/bench.md. `BENCH_ARGS='sharded memory'` chooses parts of it, and BENCH_ROUNDS in the
+environment limits the rounds:
 imports, programs, launches, start, many_ranks, process, ranks, numbers, sharded, memory, peaks, checkpoints, verify.
 """
 
@@ -59,7 +60,7 @@ def main(words: list[str]) -> None:
     if unknown:
         raise SystemExit(f"{sorted(unknown)[0]!r} is no part of the benchmarks. There are {', '.join(PARTS)}.")
     measured = {name: part() for name, part in PARTS.items() if name in (words or PARTS)}
-    page.write(measured, rivals.installed())
+    page.write(measured)
     lines = [row for rows in measured.values() for row in rows]
     console = Console(width=130)
     here = f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads"

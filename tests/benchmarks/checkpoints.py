@@ -22,7 +22,7 @@ from typing import Any
 import rivals
 import torch
 import torch.distributed.checkpoint as dcp
-from timing import Row, in_order, rows
+from timing import Row, in_order, limited, rows
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -30,7 +30,7 @@ from fabric import Fabric
 
 MODEL_BYTES = int(os.environ.get("BENCH_MODEL_BYTES", 2**30))
 """Of the weights; AdamW has twice as many."""
-NUM_ROUNDS = int(os.environ.get("BENCH_ROUNDS", 3))
+NUM_ROUNDS = limited(3)
 LOOP_SECONDS = 1.0
 FLOOR = "floor"
 

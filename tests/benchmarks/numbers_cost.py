@@ -18,7 +18,7 @@ from typing import Any
 import rivals
 import torch
 import torch.distributed as dist
-from timing import Action, Row, in_order, rows
+from timing import Action, Row, in_order, limited, rows
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -136,7 +136,7 @@ def numbers(ours: Fabric) -> list[Row]:
 def _race(name: str, variants: dict[str, Callable[[], object]], rounds: int = 150) -> list[Row]:
     of_clock: dict[str, list[float]] = {variant: [] for variant in variants}
     of_processor: dict[str, list[float]] = {variant: [] for variant in variants}
-    for turn in range(rounds + 2):
+    for turn in range(limited(rounds) + 2):
         for variant, action in in_order(variants, turn):
             start, begun = time.perf_counter(), time.process_time()
             action()

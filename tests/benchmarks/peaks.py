@@ -31,7 +31,7 @@ PREDICTED = {
     "ddp_sharded": 1 + 3 / NUM_RANKS,
     "ddp_fully_sharded": 4 / NUM_RANKS + 3 / NUM_BLOCKS,
 }
-"""With AdamW, of a model whose activations are small; see `docs/measurements/memory.md`."""
+"""With AdamW, of a model whose activations are small; see `docs/how-to/memory.md`."""
 
 
 class Block(nn.Module):

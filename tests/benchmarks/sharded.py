@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 from backends import FLOORS, PAIRS, Size, Step, ours
-from timing import Row, in_order, rows, take_turns
+from timing import Row, in_order, limited, rows, take_turns
 
 from fabric import Fabric
 
@@ -36,7 +36,7 @@ def steps(num_launches: int = 6, num_rounds: int = 12) -> list[Row]:
     found = []
     for name, (strategy, _) in PAIRS.items():
         times: dict[str, list[float]] = {variant: [] for variant in _makers(name)}
-        for turn in range(num_launches):
+        for turn in range(limited(num_launches)):
             ranks = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver", sanitize=False)
             for variant, mine in (ranks.launch(_race, name, turn, num_rounds) or {}).items():
                 times[variant] += mine
@@ -49,7 +49,7 @@ def memory(num_rounds: int = 3) -> list[Row]:
     found = []
     for name, (strategy, _) in PAIRS.items():
         peaks: dict[str, list[float]] = {"nothing": [], "raw": [], "ours": []}
-        for _ in range(num_rounds):
+        for _ in range(limited(num_rounds)):
             for variant, mine in peaks.items():
                 ranks = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver")
                 mine.append(ranks.launch(_peak, name, variant) or 0.0)

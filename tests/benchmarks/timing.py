@@ -6,6 +6,7 @@ this round's time over the first variant's time in the same round; a difference 
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +34,11 @@ class Row:
     unit: str = "us"
 
 
+def limited(rounds: int) -> int:
+    """As many rounds, or those of the environment variable BENCH_ROUNDS where they are fewer: for a busy machine."""
+    return min(rounds, int(os.environ.get("BENCH_ROUNDS", rounds)))
+
+
 def amount(value: float, row: Row) -> str:
     """The value in its unit, as a reader wants it."""
     if row.unit != "us" or abs(value) < 1e3:
@@ -56,7 +62,7 @@ def take_turns(variants: Mapping[str, Action], *, repeat: int, rounds: int) -> d
         for _ in range(max(2, repeat // 10)):
             action()
     times: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(rounds):
+    for turn in range(limited(rounds)):
         for name, action in in_order(variants, turn):
             start = time.perf_counter()
             for _ in range(repeat):

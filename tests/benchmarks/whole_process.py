@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import rivals
-from timing import Row, in_order, rows
+from timing import Row, in_order, limited, rows
 
 PYPI = str(Path(__file__).parents[2] / ".venv/device/bin/python")
 """Over PyPI's torch, with its CUDA build."""
@@ -131,7 +131,7 @@ def launches(rounds: int = 5) -> list[Row]:
         commands["torchrun"] = _torchrun(script, 2)
         up: dict[str, list[float]] = {name: [] for name in ("import torch", *commands)}
         down: dict[str, list[float]] = {name: [] for name in ("one process", *commands)}
-        for _ in range(rounds):
+        for _ in range(limited(rounds)):
             start = time.monotonic()
             subprocess.run([sys.executable, "-c", "import torch"], check=True)
             up["import torch"].append((time.monotonic() - start) * 1e6)
@@ -157,7 +157,7 @@ def start(rounds: int = 5) -> list[Row]:
             build = subprocess.run(says, check=True, capture_output=True, text=True, env=_ENVIRON).stdout.strip()
             times: dict[str, list[float]] = {"import torch twice": [], "ours": []}
             alone: dict[str, list[float]] = {"raw": [], "ours": []}
-            for _ in range(rounds):
+            for _ in range(limited(rounds)):
                 times["import torch twice"].append(_seconds([python, "-c", IMPORTS["raw"]], 2) * 1e6)
                 barrier, _, _, begun = _stamps([python, program], stamp)
                 times["ours"].append((barrier - begun) * 1e6)
@@ -176,7 +176,7 @@ def verify(rounds: int = 3) -> list[Row]:
         fabric = [sys.executable, "-m", "fabric"]
         one, two = ["--strategy", "single_device", "--devices", "1"], ["--strategy", "ddp", "--devices", "2"]
         times: dict[str, list[float]] = {"two runs": [], "ours": []}
-        for _ in range(rounds):
+        for _ in range(limited(rounds)):
             runs = [_seconds([*fabric, "run", *options, program]) for options in (one, two)]
             times["two runs"].append(sum(runs) * 1e6)
             times["ours"].append(_seconds([*fabric, "verify", "--steps", "5", *two, program]) * 1e6)
@@ -191,7 +191,7 @@ def many_ranks(rounds: int = 3) -> list[Row]:
         for size in (4, 8, 16):
             commands = {"torchrun": _torchrun(script, size), "ours": [sys.executable, program]}
             times: dict[str, list[float]] = {name: [] for name in commands}
-            for turn in range(rounds):
+            for turn in range(limited(rounds)):
                 for name, command in in_order(commands, turn):
                     barrier, _, _, start = _stamps(command, Path(folder) / "stamp", str(size))
                     times[name].append((barrier - start) * 1e6)
@@ -201,7 +201,7 @@ def many_ranks(rounds: int = 3) -> list[Row]:
 
 def _timed(scripts: dict[str, str], rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in scripts if name in ("raw", "ours", *rivals.installed())}
-    for _ in range(rounds):
+    for _ in range(limited(rounds)):
         for name, mine in times.items():
             start = time.perf_counter()
             subprocess.run([sys.executable, "-c", scripts[name]], check=True, stderr=subprocess.DEVNULL)

@@ -1,6 +1,6 @@
 """`make test-gpu`: what only a real device shows, in under five minutes.
 
-It prints the row to add to `docs/measurements/hardware.md`.
+It prints the row to add to `docs/explanation/hardware.md`.
 
 Runs the tests marked `gpu` (with two devices also `test_checkpoints.py`), counts how often the host waits for the
 device in a step, by torch's own warnings, and times a step against plain PyTorch. `--pretended` leaves out what a
@@ -153,7 +153,7 @@ def main() -> None:
     where = f"{size} x {torch.cuda.get_device_name()}; torch {torch.__version__}, CUDA {torch.version.cuda}"
     today = datetime.now(timezone.utc).date()
     cells = (f"{today}, {commit.stdout.strip()}", where, "; ".join(passed), "; ".join(counts), "; ".join(taken))
-    print("\nAdd this row to the table of docs/measurements/hardware.md:\n\n| " + " | ".join(cells) + " |")
+    print("\nAdd this row to the table of docs/explanation/hardware.md:\n\n| " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":

@@ -500,3 +500,14 @@ def test_methods_that_only_the_core_has_take_the_wrapper(fabric: Fabric) -> None
         average.update()
     assert average.num_updates == 2
     assert list(fabric.state_dict(model)) == list(model.state_dict())
+
+
+def test_a_directory_of_checkpoints_takes_the_core_of_a_fabric(fabric: Fabric, tmp_path: Path) -> None:
+    checkpoints, module = core.CheckpointDirectory(tmp_path / "run"), nn.Linear(2, 1)
+    model: Any = fabric.setup(module)
+    wrong: Any = fabric
+    for call in (checkpoints.save, checkpoints.load):
+        with pytest.raises(TypeError, match=re.escape("checkpoints.save(fabric.core, {'model': model.module")):
+            call(wrong, {"model": model})
+    checkpoints.save(fabric.core, {"model": model.module}, step=3)
+    assert checkpoints.load(fabric.core, {"model": model.module}) == checkpoints.latest()
