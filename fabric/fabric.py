@@ -786,7 +786,7 @@ class Fabric(Output):
         tensors. `prefix`: of each name. `dequantize`: quantised weights as plain tensors. `merge_adapters`: peft's
         adapters merged into the weights. A bucket of `bucket_bytes`, or of one larger tensor, is gathered before its
         first tensor is yielded. A rank that leaves its loop takes part in the buckets that others read. No step within.
-        Ranks: all, with the same arguments. Memory: two buckets, and the tensors that the loop holds.
+        Ranks: all, with the same arguments. Memory: a bucket and a half, and the tensors that the loop holds.
         """
         inner, checkpoints = uncompiled(model), self._connected.checkpoints
         return checkpoints.weights(inner, dtype, bucket_bytes, prefix, dequantize, merge_adapters)

@@ -7,9 +7,10 @@ checkpoint is made of (`StateAccess.read_module`); tensors that every rank holds
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
-from typing import Any, final
+from operator import add
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,17 @@ from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.checkpoint.tensors import TensorShards, memory_of, replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.tensors.chunk import Chunk, Shape, whole
+from fabric.strategies.tensors.chunk import Chunk, Shape, chunks_of_range, whole
 from fabric.strategies.tensors.dtensor import user_class
 from fabric.strategies.tensors.wrapper_subclass import is_wrapped, plain_tensors
 
 _ALIGNMENT_BYTES = 16
 """Of each chunk in a message: the size of the largest dtype, so that a message is read in place."""
+
+_MESSAGES = 4
+"""That a bucket is sent in, unless a rank's part of them has less than `_LEAST_BYTES`."""
+
+_LEAST_BYTES = 2**14
 
 
 @final
@@ -53,6 +59,22 @@ class _Planned:
     @property
     def num_bytes(self) -> int:
         return whole(self.shape).numel * self.dtype.itemsize
+
+
+class _Piece(NamedTuple):
+    """The elements `part` of a chunk, at `start` bytes of a message. `number`: of the tensor in its bucket."""
+
+    number: int
+    chunk: Chunk
+    part: Chunk
+    start: int
+
+
+class _Message(NamedTuple):
+    """What one rank sends at a time."""
+
+    pieces: Sequence[_Piece]
+    num_bytes: int
 
 
 @final
@@ -90,7 +112,9 @@ def weights(runtime: Runtime, module: nn.Module, access: StateAccess, wanted: Wa
         pairs = [(each.name, tensor) for each, tensor in found] if adapters is None else adapters.merged(found, dtype)
         return [(wanted.prefix + name, tensor) for name, tensor in pairs]
 
-    return _read(buckets, named, gather, partial(collective.reduce_boolean_decision, require_all=False))
+    reading = _read(buckets, named, gather, partial(collective.reduce_boolean_decision, require_all=False))
+    next(reading)  # started, so that it takes part in the buckets of others even where this rank reads none
+    return reading
 
 
 def _read(
@@ -99,15 +123,18 @@ def _read(
     gather: Callable[[Sequence[_Planned]], object],
     any_rank: Callable[[bool], bool],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of all buckets. A rank whose loop has ended gathers until no rank reads."""
+    """Yield a start, then the tensors of all buckets. A rank whose loop has ended gathers until no rank reads."""
     remaining = iter(buckets)
+    pairs: list[tuple[str, Tensor]] = []
     try:
+        yield "", torch.empty(0)
         for bucket in remaining:
             any_rank(True)
             pairs = named(bucket)[::-1]
             while pairs:  # without a reference to a tensor that the loop has dropped
                 yield pairs.pop()
     except GeneratorExit:
+        pairs.clear()
         for bucket in remaining:
             if not any_rank(False):
                 break
@@ -163,56 +190,85 @@ def _filled(tensors: Iterator[_Planned], bucket_bytes: int) -> Iterator[list[_Pl
 
 
 # Note [What a bucket costs]
-# Ranks that hold nearly equal parts send them in one all-gather. Otherwise, as where a stage of a pipeline holds all of
-# it, each holder broadcasts its part: to fill up the messages of the others would take as many times the memory as
-# there are ranks. At the peak a rank has the bucket as it was received and as whole tensors.
+# A bucket is sent in several messages. At the peak a rank has the bucket's whole tensors and one message, as it was
+# packed and as it was received (which gloo does in memory of its own, beside the result): less than two buckets. Ranks
+# that hold nearly equal parts send them in one all-gather. Otherwise, as where a stage of a pipeline holds all of it,
+# each holder broadcasts its part: to fill up the messages of the others would take as many times the memory as there
+# are ranks.
 
 
 def _gather(
     collective: Collective, device: torch.device, own: Mapping[str, TensorShards], bucket: Sequence[_Planned]
 ) -> list[Tensor]:
     """The whole tensors of a bucket, in new memory. Ranks: all, with the same bucket."""
-    places: dict[int, list[tuple[int, Chunk, int]]] = {}
+    sent: dict[int, list[tuple[int, Chunk]]] = {}
     lengths: dict[int, int] = {}
     for index, each in enumerate(bucket):
         for chunk, holders in each.holders.items():
             if len(holders) < collective.size:
-                start = lengths.get(holders[0], 0)
-                places.setdefault(holders[0], []).append((index, chunk, start))
-                num_bytes = chunk.numel * each.dtype.itemsize
-                lengths[holders[0]] = start + -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                sent.setdefault(holders[0], []).append((index, chunk))
+                lengths[holders[0]] = lengths.get(holders[0], 0) + chunk.numel * each.dtype.itemsize
+    num_bytes = sum(lengths.values())
+    is_even = 4 * max(lengths.values(), default=0) * collective.size <= 5 * num_bytes
+    most = max(num_bytes // _MESSAGES // (collective.size if is_even else 1), _LEAST_BYTES)
+    messages = {rank: list(_messages(bucket, chunks, most)) for rank, chunks in sent.items()}
 
-    def part(index: int, chunk: Chunk) -> Tensor:
+    @lru_cache(maxsize=1)
+    def held(index: int, chunk: Chunk) -> Tensor:
         tensor = dict(own[bucket[index].name].shards)[chunk]
         return tensor.dequantize() if is_wrapped(tensor) else tensor
 
-    def elements(row: Tensor, index: int, chunk: Chunk, start: int) -> Tensor:
-        dtype = bucket[index].dtype
-        return row[start : start + chunk.numel * dtype.itemsize].view(dtype).view(chunk.shape)
+    def elements(row: Tensor, piece: _Piece) -> Tensor:
+        dtype = bucket[piece.number].dtype
+        return row[piece.start : piece.start + piece.part.numel * dtype.itemsize].view(dtype).view(piece.part.shape)
 
-    def packed(num_bytes: int) -> Tensor:
+    def packed(pieces: Sequence[_Piece], num_bytes: int) -> Tensor:
         row = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        for index, chunk, start in places.get(collective.rank, ()):
-            elements(row, index, chunk, start).copy_(part(index, chunk))
+        for piece in pieces:
+            elements(row, piece).copy_(held(piece.number, piece.chunk)[piece.part.slices_in(piece.chunk)])
         return row
 
+    def unpack(row: Tensor, pieces: Sequence[_Piece]) -> None:
+        for piece in pieces:
+            everything = whole(bucket[piece.number].shape)
+            made[piece.number][piece.part.slices_in(everything)].copy_(elements(row, piece))
+
+    def exchange(message: Mapping[int, _Message]) -> None:
+        mine, longest = message.get(collective.rank, _Message((), 0)), max(each.num_bytes for each in message.values())
+        rows = collective.all_gather(packed(mine.pieces, longest)) if is_even else None
+        for rank, (pieces, num_bytes) in message.items():
+            sent = mine.pieces if rank == collective.rank else ()
+            unpack(collective.broadcast(packed(sent, num_bytes), src=rank) if rows is None else rows[rank], pieces)
+
     with torch.inference_mode(False), torch.no_grad():
-        longest = max(lengths.values(), default=0)
-        is_even = 4 * longest * collective.size <= 5 * sum(lengths.values())
-        rows = collective.all_gather(packed(longest)) if longest and is_even else None
         made = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in bucket]
-        for rank, mine in places.items():
-            if rows is None:
-                own_row = packed(lengths[rank]) if rank == collective.rank else None
-                sent = torch.empty(lengths[rank], dtype=torch.uint8, device=device) if own_row is None else own_row
-            row = collective.broadcast(sent, src=rank) if rows is None else rows[rank]
-            for index, chunk, start in mine:
-                made[index][chunk.slices_in(whole(bucket[index].shape))].copy_(elements(row, index, chunk, start))
+        for number in range(max(map(len, messages.values()), default=0)):
+            exchange({rank: mine[number] for rank, mine in messages.items() if number < len(mine)})
         for index, each in enumerate(bucket):
             for chunk, holders in each.holders.items():
                 if len(holders) == collective.size:
-                    made[index][chunk.slices_in(whole(each.shape))].copy_(part(index, chunk))
+                    made[index][chunk.slices_in(whole(each.shape))].copy_(held(index, chunk))
     return made
+
+
+def _messages(bucket: Sequence[_Planned], chunks: Sequence[tuple[int, Chunk]], num_bytes: int) -> Iterator[_Message]:
+    """What one rank sends of a bucket, in messages of about so many bytes."""
+    pieces: list[_Piece] = []
+    filled = 0
+    for index, chunk in chunks:
+        itemsize, start = bucket[index].dtype.itemsize, 0
+        while start < chunk.numel:
+            stop = min(start + max((num_bytes - filled) // itemsize, 1), chunk.numel)
+            for part in chunks_of_range(chunk.shape, start, stop):
+                offsets = tuple(map(add, chunk.offsets, part.offsets))
+                pieces.append(_Piece(index, chunk, Chunk(offsets, part.shape), filled))
+                filled += -(-part.numel * itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            start = stop
+            if filled >= num_bytes:
+                yield _Message(pieces, filled)
+                pieces, filled = [], 0
+    if pieces:
+        yield _Message(pieces, filled)
 
 
 def _unquantised(module: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
