@@ -40,11 +40,14 @@ class Accumulation:
         self._guarded: WeakKeyDictionary[Optimizer, Callable[[], None]] = WeakKeyDictionary()
 
     @contextmanager
-    def unsynced(self, models: Sequence[Prepared], bare: GradientSync | None) -> Iterator[None]:
-        """Context: gradients of these models, and of parameters outside of any module, are not synchronised."""
+    def unsynced(
+        self, models: Sequence[Prepared], bare: GradientSync | None, *, rehearses: bool = False
+    ) -> Iterator[None]:
+        """Context: gradients of these models, and of parameters outside of any module, are not synchronised.
+        `rehearses`: see `GradientSync.rehearsal`."""
         with ExitStack() as stack:
             for sync in (*(model.sync for model in models), *([bare] if bare else [])):
-                stack.enter_context(sync.unsynced())
+                stack.enter_context(sync.rehearsal() if rehearses else sync.unsynced())
             self.held += models
             try:
                 yield

@@ -1,22 +1,24 @@
 """The largest batch size whose forward and backward fit into memory on every rank: `Fabric.find_batch_size`.
 
-Each size is tried without messages between ranks (gradients are not synchronised), so a rank that runs out of memory
-leaves no other in a collective; after it, the ranks agree. Where forward or backward cannot do without messages, it
-raises before the first trial.
+Each size is tried without messages between ranks: collectives are answered on each rank alone (`answered_alone`), so a
+rank that runs out of memory leaves no other in one; after it, the ranks agree. What a forward or backward that was cut
+short leaves behind is undone by the model's `GradientSync.rehearsal`.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fabric.loop.accumulation import Accumulation
 from fabric.loop.setup import SetUp
+from fabric.loop.weighting import Weighting
+from fabric.strategies.accelerators.accelerator_registry import device_rngs
 from fabric.strategies.data.rng import preserved_rngs
-from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 
 
@@ -24,6 +26,7 @@ def find_batch_size(
     function: Callable[[int], object],
     objects: SetUp,
     accumulation: Accumulation,
+    weighting: Weighting,
     runtime: Runtime,
     start: int,
     most: int,
@@ -31,15 +34,19 @@ def find_batch_size(
     """See `Fabric.find_batch_size`. Ranks: all."""
     if not 1 <= start <= most:
         raise ValueError(f"`find_batch_size(start={start}, most={most})`: write numbers with 1 <= start <= most.")
-    models = tuple(objects.models.values())
-    if runtime.world.size > 1:
-        _refuse_messages(models)
+    models, group = tuple(objects.models.values()), runtime.collective.process_group
+    if group is None and runtime.world.size > 1 and any(model.layout.forward_communicates for model in models):
+        raise ValueError(_OTHER_MESSAGES)
 
     def fits(size: int) -> bool:
-        with _undone(objects, runtime), accumulation.unsynced(models, objects.bare or None):
+        with ExitStack() as stack:
+            stack.enter_context(_undone(objects, accumulation, weighting, runtime))
+            if group is not None and runtime.world.size > 1:
+                from fabric.strategies.collectives.answered_alone import answered_alone
+
+                stack.enter_context(answered_alone(group))
+            stack.enter_context(accumulation.unsynced(models, objects.bare or None, rehearses=True))
             found = _runs(function, size)
-        for model in models:
-            accumulation.kept.pop(model.module, None)
         return runtime.collective.reduce_boolean_decision(found)
 
     fitting, failing, size = 0, most + 1, start
@@ -80,19 +87,21 @@ def _is_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def _undone(objects: SetUp, runtime: Runtime) -> Iterator[None]:
-    """Context: gradients, buffers, generators and the positions of loaders are as before when it ends. Steps raise."""
-    modules = [model.module for model in objects.models.values()]
-    parameters = {each for module in modules for each in module.parameters()}
+def _undone(objects: SetUp, accumulation: Accumulation, weighting: Weighting, runtime: Runtime) -> Iterator[None]:
+    """Context: gradients and their weights, buffers, generators and the positions of loaders are as before when it
+    ends. Steps raise."""
+    models = [*objects.models.values()]
+    parameters = {each for sync in (*(model.sync for model in models), objects.bare) for each in sync.parameters_held()}
     gradients = [(each, each.grad) for each in parameters]
-    buffers = [(each, each.detach().clone()) for module in modules for each in module.buffers()]
+    buffers = [(each, each.detach().clone()) for model in models for each in model.module.buffers()]
+    windows = {**accumulation.kept}, {**weighting.kept_back}, weighting.is_used
     loaders = [loader for each in objects.loaders if (loader := each()) is not None]
     positions = [(loader.iteration, loader.state_dict()) for loader in loaders]
     progress = runtime.loop_progress
     counted = progress.num_backwards, progress.num_unweighted
     with ExitStack() as stack:
         stack.enter_context(runtime.divergence.postponed())
-        stack.enter_context(preserved_rngs())
+        stack.enter_context(preserved_rngs(device_rngs(runtime.devices)))
         for optimizer in objects.optimizers:
             stack.callback(optimizer.register_step_pre_hook(_refuse_step).remove)
         for parameter in parameters:
@@ -101,9 +110,10 @@ def _undone(objects: SetUp, runtime: Runtime) -> Iterator[None]:
             yield
         finally:
             for parameter, gradient in gradients:
-                parameter.grad = gradient
+                _set_gradient(parameter, gradient)
             for buffer, value in buffers:
                 buffer.copy_(value)
+    accumulation.kept, weighting.kept_back, weighting.is_used = windows
     progress.num_backwards, progress.num_unweighted = counted
     for loader, (iteration, position) in zip(loaders, positions, strict=True):
         if loader.iteration is not iteration:
@@ -117,12 +127,16 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     )
 
 
-def _refuse_messages(models: Sequence[Prepared]) -> None:
-    """Raise ValueError if a rank that runs out of memory would leave the others in a collective."""
-    for model in models:
-        if model.layout.forward_communicates or model.scale_loss is not None:
-            raise ValueError(
-                f"`find_batch_size` with a `{type(model.module).__name__}` whose forward or backward sends "
-                "messages, as under `strategy='fsdp'` and DeepSpeed: a rank that runs out of memory would leave the "
-                "others in one. Find the size on one device (`devices=1`), or pass `strategy='ddp'`."
-            )
+def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Also one of another shape: FairScale's shards accumulate whole gradients."""
+    if gradient is None or gradient.shape == parameter.shape:
+        parameter.grad = gradient
+        return
+    data, parameter.data = parameter.data, gradient
+    parameter.grad, parameter.data = gradient, data
+
+
+_OTHER_MESSAGES = (
+    "`find_batch_size` under a strategy whose forward sends messages past torch.distributed, as xla_fsdp: a rank that "
+    "runs out of memory would leave the others in one. Find the size on one device (`devices=1`)."
+)

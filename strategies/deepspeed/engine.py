@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
 from types import MethodType
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -180,6 +180,9 @@ class Engine(GradientSync):
         """
         arrived = list(map(self._names.__getitem__, self._arrived))
         start_comparing(self.runtime, arrived, _PAIRED.format(name=type(self.module).__name__))()
+
+    def rehearsal(self) -> NoReturn:
+        raise ValueError(_REHEARSED.format(name=type(self.module).__name__))
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.trained
@@ -560,6 +563,11 @@ UNUSED = (
     "unchanged. Freeze parameters that are never used, by `requires_grad_(False)` before `setup`; for parameters that "
     "only some steps use, keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`). Or pass `strategy='fsdp'` "
     "if all ranks use the same parameters in a step, otherwise `strategy='ddp_find_unused_parameters_true'`."
+)
+_REHEARSED = (
+    "`find_batch_size` with `{name}` under DeepSpeed, whose engine goes on from a backward that ran out of memory with "
+    "a part of its gradients. Find the size on one device (`devices=1`), or under `strategy='fsdp'`, which needs about "
+    "as much memory."
 )
 _CALLS_CLOSURE = (
     "`{optimizer}.step` calls its closure itself, and under `strategy='deepspeed'` it runs within DeepSpeed's step, on "

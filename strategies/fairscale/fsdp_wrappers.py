@@ -26,7 +26,8 @@ FairScale prefers.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
@@ -161,6 +162,21 @@ class FairScaleFSDPGradientSync(GradientSync):
         self.synced = synced
         for wrapper in self.wrappers:
             wrapper._require_backward_grad_sync = synced
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.root._output_pre_backward_hook_registered.clear()
+            self.root._reducer.buckets.clear()
+            for wrapper in self.wrappers:
+                wrapper.training_state = type(wrapper.training_state).IDLE
+                wrapper._pre_backward_hook_has_run = False
+            for parameter in self.names:
+                vars(parameter).pop("_saved_grad_shard", None)
+            self.reduced.clear()
+            self._drop_stale()
 
     def watch(self) -> Finish | None:
         """Returns a post-backward hook that raises if a parameter has no gradient."""

@@ -162,6 +162,16 @@ class GradientSync(ABC):
         finally:
             self.set_synced(before)
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Context: forwards and backwards that may raise anywhere, with collectives that are answered alone.
+
+        It ends as it began, but for what is in `.grad` of `parameters_held`. Memory is as in a synchronised backward.
+        Raises: ValueError: one that raises would leave the model unusable.
+        """
+        with self.unsynced():
+            yield
+
     def set_synced(self, synced: bool) -> None:
         """Synchronise gradients or not from now on."""
         self.synced = synced

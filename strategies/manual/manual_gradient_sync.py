@@ -29,6 +29,7 @@ from fabric.strategies.manual.state import own_parameters
 from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.sharding.fully_shard import GatherOutsideInference, fsdp_modules
 from fabric.strategies.sharding.mesh import along, axes_of, degree
+from fabric.strategies.sharding.sharded_gradient_sync import rehearsed
 from fabric.strategies.tensors.dtensor import as_sharded
 
 if TYPE_CHECKING:
@@ -103,6 +104,17 @@ class ManualGradientSync(GradientSync):
                 stack.enter_context(parallel.unsynced())
             stack.enter_context(super().unsynced())
             yield
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in self.replicas:  # whose reducer waits for messages in C++
+                stack.enter_context(part.no_sync())
+            stack.enter_context(rehearsed(self.fsdp_units))
+            try:
+                yield
+            finally:
+                self.expected = False
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.parallel.module.parameters()

@@ -13,7 +13,8 @@ parameters raise). A parameter that no rank used gets None again, as in plain Py
 if its gradient is zero. Only a rank that did not use one waits for the other ranks' answer.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast, final
@@ -81,6 +82,11 @@ class ShardedGradientSync(GradientSync):
         self.reductions.release()
         self.order.release()
         self.gather_outside_inference.release()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        with self.reductions.set_aside(), rehearsed(self.fsdp_units):
+            yield
 
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.uninitialized.check(self.collective)
@@ -175,6 +181,16 @@ class UnreducedGradients:
         for hook in self._hooks:
             hook.remove()
 
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Context: there are no unfinished gradients; they are back at its end, if `rehearsed` has kept them."""
+        held, used, self._held = self._held, [*self._used], []
+        self._used.clear()
+        try:
+            yield
+        finally:
+            self._held, self._used[:] = held, used
+
     def _hold(self) -> None:
         """See Note [Gradients not reduced yet]."""
         for each, shard in zip(self._params, self._shards, strict=True):
@@ -240,6 +256,39 @@ class UnreducedGradients:
                     shard.grad = None
 
 
+@contextmanager
+def rehearsed(units: "Sequence[Any]") -> Iterator[None]:
+    """Context: forwards and backwards of the units may raise anywhere. At its end the units have shards, and the
+    gradients that were not reduced before it. Raises: ValueError: torch is older than 2.13, and cannot reset them."""
+    inner = {part for unit in units for part in unit.modules() if part is not unit}
+    resets = [getattr(unit, "reset_iter_state", None) for unit in units if unit not in inner]
+    if None in resets:
+        raise ValueError(_NO_RESET.format(version=torch.__version__))
+    params = [each for unit in units for group in _groups(unit) for each in group.fsdp_params]
+    kept = [(each, each.unsharded_accumulated_grad, _gathered_gradient(each)) for each in params]
+    for each in params:
+        each.unsharded_accumulated_grad = None
+        _put(each, None)
+    try:
+        yield
+    finally:
+        for reset in resets:
+            cast(Callable[[], None], reset)()
+        for each, accumulated, gradient in kept:
+            each.unsharded_accumulated_grad = accumulated
+            _put(each, gradient)
+
+
+def _gathered_gradient(each: Any) -> Tensor | None:
+    copy = vars(each).get("_unsharded_param")  # absent before the first forward
+    return None if copy is None else copy.grad
+
+
+def _put(each: Any, gradient: Tensor | None) -> None:
+    if "_unsharded_param" in vars(each):
+        each._unsharded_param.grad = gradient
+
+
 def _groups(unit: "FSDPModule") -> list[Any]:
     """The parameter groups of a unit: one up to torch 2.12, several from then on."""
     state = cast(Any, unit)._get_fsdp_state()
@@ -250,10 +299,13 @@ def _groups(unit: "FSDPModule") -> list[Any]:
 
 def _is_unreduced(each: Any) -> bool:
     """Whether the gathered copy of a parameter, torch's FSDPParam, has a gradient that is not reduced yet."""
-    copy = vars(each).get("_unsharded_param")
-    return each.unsharded_accumulated_grad is not None or (copy is not None and copy.grad is not None)
+    return each.unsharded_accumulated_grad is not None or _gathered_gradient(each) is not None
 
 
+_NO_RESET = (
+    "`find_batch_size` with modules in shards: torch {version} cannot reset them after a forward that was cut short. "
+    "Install torch 2.13 or newer, or find the size on one device (`devices=1`)."
+)
 _LOST = (
     "This backward gave gradients to gathered parameters of `{model}` that are averaged over no ranks, because no "
     "output of their forward is part of this loss. Use parameters within `forward`, or in a method of the model after "

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pretended_cuda
+import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
@@ -15,8 +16,8 @@ WIDTH = 2**18
 """A sample has 1 MiB."""
 
 
-def find(world: World) -> Any:
-    with Fabric(accelerator="cuda", strategy="ddp", devices=world.size) as fabric:
+def find(world: World, strategy: str) -> Any:
+    with Fabric(accelerator="cuda", strategy=strategy, devices=world.size) as fabric:
         fabric.launch()
         pretended_cuda.limit_memory(fabric.device.index, (512 - 256 * fabric.global_rank) * 2**20)
         net = nn.Sequential(nn.Linear(1, 1), nn.Tanh())
@@ -34,7 +35,8 @@ def find(world: World) -> Any:
         return found
 
 
-def test_the_device_with_the_least_memory_decides_and_all_memory_is_given_back() -> None:
-    one, other = run_world(2, find)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_device_with_the_least_memory_decides_and_all_memory_is_given_back(strategy: str) -> None:
+    one, other = run_world(2, find, strategy)
     assert one == other
     assert 30 <= one <= 128

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,9 @@ class PipelineGradientSync(GradientSync):
         if self.runtime.precision.output_dtype is None:
             return output
         return replace_tensors(output, partial(cast_output, self.runtime.precision))
+
+    def rehearsal(self) -> NoReturn:
+        raise ValueError(_WAITS)
 
     def watch(self) -> Finish | None:
         return self.averaging.average if self.synced else None
@@ -315,3 +318,9 @@ def _num_microbatches(tensors: Sequence[Tensor], most: int, *, divides: bool) ->
             f"that {most} divides, with `drop_last=True` in the loader, or another `num_microbatches`."
         )
     return math.gcd(size, most)
+
+
+_WAITS = (
+    "`find_batch_size` with a pipeline: a stage computes on what other ranks send, so none runs a batch without them. "
+    "Find the size of the largest stage on one device (`devices=1`), without the pipeline."
+)

@@ -13,6 +13,7 @@ from worlds import run_world
 
 from fabric import Fabric
 from fabric.launchers.world import World
+from fabric.strategies import DeepSpeedStrategy, ModelParallelStrategy, Pipeline, Strategy
 
 
 def state_of(fabric: Fabric, model: Any, optimizer: Any, loader: Any) -> Any:
@@ -90,21 +91,37 @@ def test_a_run_that_has_looked_for_the_size_has_the_numbers_of_one_that_has_not(
     assert run_world(2, train, True) == run_world(2, train, False)
 
 
-def refuse(world: World) -> dict[str, str]:
-    found = {}
-    with Fabric(accelerator=ACCELERATOR, strategy="fsdp", devices=world.size) as fabric:
+def split(model: Any, stage: int, num_stages: int) -> Any:
+    return model[stage : stage + 1]
+
+
+def refuse(world: World, strategy: Strategy) -> str:
+    with Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=world.size) as fabric:
         fabric.launch()
-        net = nn.Linear(2, 2)
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model, _ = fabric.setup(net, SGD(net.parameters(), lr=0.1))
-        with pytest.raises(ValueError, match="messages") as messages:
+        with pytest.raises(ValueError, match="`find_batch_size` with") as refused:
             fabric.find_batch_size(lambda size: model(torch.rand(size, 2)))
-        found["messages"] = str(messages.value)
-    return found
+        return str(refused.value)
 
 
-def test_where_forward_sends_messages_it_is_refused() -> None:
-    for found in run_world(2, refuse):
-        assert found["messages"].endswith("Find the size on one device (`devices=1`), or pass `strategy='ddp'`.")
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (DeepSpeedStrategy(stage=2), "whose engine goes on from a backward that ran out of memory"),
+        (
+            ModelParallelStrategy(
+                pipeline=Pipeline(degree=2, num_microbatches=2, split=split, loss_fn=nn.functional.mse_loss)
+            ),
+            "a stage computes on what other ranks send",
+        ),
+    ],
+    ids=["deepspeed", "pipeline"],
+)
+def test_where_a_rank_cannot_run_alone_it_is_refused(strategy: Strategy, words: str) -> None:
+    for sentence in run_world(2, refuse, strategy):
+        assert words in sentence
+        assert "Find the size" in sentence
 
 
 def test_errors_that_are_not_of_memory_pass_through_and_a_step_is_one() -> None:
