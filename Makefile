@@ -29,6 +29,8 @@ APART := --ignore tests/test_examples.py --ignore tests/clusters --ignore tests/
 # needs it.
 WORKERS ?= 3
 AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
+# Of targets that run at a time, each remembers its own failures.
+CACHE = -o cache_dir=.pytest_cache/$@
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
@@ -62,7 +64,7 @@ STEPS := $(addprefix tests/strategies/,ddp fairscale fsdp gradients manual model
     sharding/test_execution_order.py optimizers/test_owners.py sharding/test_resharded_roots.py)
 KERNELS ?= foreach fused
 test-kernels: environment  ## What steps optimizers, with foreach as their default, and with fused
-	$(RUN)/bin/python -m pytest $(AT_A_TIME) -m 'not thorough' $(KERNELS:%=--optimizers %) $(STEPS) $(PYTEST_ARGS)
+	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(CACHE) -m 'not thorough' $(KERNELS:%=--optimizers %) $(STEPS) $(PYTEST_ARGS)
 
 test-examples: environment  ## The programs of examples/ and of the pages
 	$(RUN)/bin/python -m pytest tests/test_examples.py tests/site $(PYTEST_ARGS)
@@ -106,17 +108,19 @@ test-today: device  ## The tests of `make test` over PyPI's newest torch, its CU
 test-device test-device-thorough test-today:
 	@! $(MAKE) --question $(DEVICE)/torch.done || $(MAKE) $(subst test,test-on,$@)
 
-# What is not about the CPU runs on both, as much of it as eight minutes hold.
+# What is not about the CPU runs on both, as much of it as eight minutes hold. How a program was started, `make test-today`
+# finds over the same torch.
 ON_BOTH := $(addprefix tests/,\
     conformance/test_accelerator.py conformance/test_survey.py contracts/test_collective.py contracts/test_gradient_sync.py \
     fabric/loop/test_accumulation.py fabric/loop/test_gather_for_metrics.py fabric/checks/test_nonfinite.py \
     fabric/test_loops.py strategies/ddp/test_comm_hooks.py strategies/ddp/test_strategy.py strategies/gradients/test_traps.py \
     strategies/model_parallel/test_context_parallel.py strategies/model_parallel/pipeline/test_schedule.py \
     strategies/optimizers/test_dtensor_steps.py strategies/sharding/test_resharded_roots.py \
-    fabric/configure/test_machine.py fabric/loop/test_seed.py strategies/collectives/test_process_group.py strategies/data/test_transfer.py)
+    fabric/configure/test_machine.py fabric/loop/test_seed.py strategies/collectives/test_process_group.py strategies/data/test_transfer.py) \
+    --deselect tests/fabric/configure/test_machine.py::test_the_way_the_program_was_started_is_detected
 
 test-on-device: $(DEVICE)/test.done
-	timeout 480 $(DEVICE)/bin/python -m pytest tests/device $(ON_BOTH) --accelerator cuda $(AT_A_TIME) --durations 10 \
+	timeout 600 $(DEVICE)/bin/python -m pytest tests/device $(ON_BOTH) --accelerator cuda $(AT_A_TIME) $(CACHE) --durations 10 \
 	    -m 'not thorough' $(PYTEST_ARGS)
 
 test-on-device-thorough: $(DEVICE)/test.done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -37,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     they train on is chosen here as well (`devices.py`)."""
     parser.addoption("--seed", default="1", help="from which tests draw: 1 by default; 'new' for another one")
     parser.addoption("--accelerator", default="cpu", help="what tests train on that are not about the CPU: cpu, cuda")
-    parser.addoption("--of-torch", action="store_true", help="leave out files in which the word torch does not stand")
+    parser.addoption("--of-torch", action="store_true", help="leave out tests that no other torch could change")
     parser.addoption("--optimizers", action="append", choices=kernels.CHOICES, help="kernels, where a test names none")
 
 
@@ -106,6 +107,47 @@ WHOLE = (
 """Where each parameter is a role, a strategy, a fault or a refusal of its own: these tests run with all of them."""
 
 
+OVER_ANY_TORCH = (
+    # Places of samples in an epoch, and files of ours. What torch's loaders and generators draw is tested beside them.
+    *(
+        f"tests/strategies/data/test_{name}"
+        for name in ("positions", "repeated", "several_", "split", "streams", "token_")
+    ),
+    "tests/fabric/test_clean_room_tokens.py",
+    # Words of the user, of Lightning, of DeepSpeed and of reports; the numbers of their strategies are those of others.
+    *(f"tests/fabric/configure/test_{name}" for name in ("description", "explain", "request", "resolve")),
+    "tests/fabric/lightning",
+    "tests/fabric/monitor/test_slow_rank.py",
+    "tests/fabric/output",
+    "tests/fabric/report",
+    "tests/strategies/deepspeed/test_config.py",
+    # Calls of a step of ours, counted.
+    "tests/fabric/test_step_cost.py",
+    # The module that Python runs as a program, and the streams of ranks.
+    *(
+        f"tests/launchers/test_choose.py::test_a_{name}"
+        for name in ("child_process", "fabric_that", "program_that", "spawned_worker", "worker_of")
+    ),
+    "tests/launchers/supervision/test_output.py",
+    # Several runs of programs, whose steps another test of the file compares.
+    "tests/fabric/verify/test_verify.py::test_a_module_is_verified",
+    "tests/fabric/verify/test_verify.py::test_the_command_verifies",
+    # Files of this repository.
+    *(f"tests/test_{name}" for name in ("one_row", "out_of_tree", "packaging")),
+)
+"""Tests that say nothing of torch's version and build, although the word stands in their files."""
+
+
+def is_of_torch(item: pytest.Item) -> bool:
+    """Whether torch's version or build could change how the test ends."""
+    return not item.nodeid.startswith(OVER_ANY_TORCH) and bool(re.search(r"\btorch\b", text_of(item.path)))
+
+
+@functools.cache
+def text_of(path: Path) -> str:
+    return path.read_text()
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What is imported stays: looking for garbage in it would take every worker a second."""
@@ -144,10 +186,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             kind = item.callspec.params.get("optimizers", "") if item.name != item.originalname else ""
             cases.setdefault((item.path, item.originalname, kind), []).append(item)
     if items and items[0].config.getoption("--of-torch"):
-        files = {item.path for item in items}
-        about = {path for path in files if re.search(r"\btorch\b", path.read_text())}
-        items[0].config.hook.pytest_deselected(items=[item for item in items if item.path not in about])
-        items[:] = [item for item in items if item.path in about]
+        items[0].config.hook.pytest_deselected(items=[item for item in items if not is_of_torch(item)])
+        items[:] = [item for item in items if is_of_torch(item)]
     for alike in cases.values():
         if any(item.get_closest_marker("thorough") for item in alike):
             continue
