@@ -129,7 +129,7 @@ def _sentence(text: str) -> str:
 HOW_TO = {
     "Launch": "launch notebooks slurm kubernetes tpu rank-zero",
     "The loop": "accumulate weight-by-tokens gradient-clipping mixed-precision scheduler several-models other-methods "
-    "weight-averaging compile optimizers callbacks",
+    "batch-norm weight-averaging compile optimizers callbacks",
     "Data": "batch-size seeds iterable-dataset token-batches",
     "Evaluate, save and stop": "evaluate checkpoints best-checkpoint resume early-stopping preemption",
     "Memory and strategies": "choose-a-strategy strategies memory fsdp deepspeed lora tensor-parallel",

@@ -70,7 +70,7 @@ def call_function(worker: Callable[..., Any], args: tuple[Any, ...], *, everyone
         settings=read_settings(),
         call=call,
         main_file=main_file if needs_main else None,
-        main_module=spec.name if spec is not None else None,
+        main_module=None if spec is None or spec.name == "__main__" else spec.name,  # the latter: `python FOLDER`
         everyone=everyone,
     )
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from fabric.launchers.process.program import Program, parse
@@ -33,3 +37,17 @@ from fabric.launchers.process.program import Program, parse
 )
 def test_flags_target_and_arguments_are_parsed(line: str, program: Program) -> None:
     assert parse(line.split()) == program
+
+
+def test_ranks_of_a_folder_that_python_runs_get_what_its_main_defines(tmp_path: Path) -> None:
+    folder = tmp_path / "program"
+    folder.mkdir()
+    (folder / "beside.py").write_text("FACTOR = 3\n")
+    (folder / "__main__.py").write_text(
+        "from beside import FACTOR\nfrom fabric import Fabric\n\n\n"
+        "def work(fabric):\n    return FACTOR * fabric.world_size\n\n\n"
+        "if __name__ == '__main__':\n"
+        "    print(Fabric(accelerator='cpu', devices=2, launcher='forkserver').launch(work))\n"
+    )
+    done = subprocess.run([sys.executable, str(folder)], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "6\n", done.stderr
