@@ -5,6 +5,7 @@
 const WEIGHTS = [6, 2.5, 1]; // a word of the title, of the titles above, of the text
 const SATURATION = 1.2, LENGTH = 0.6;
 const PARTS = { "how-to": 1.15, tutorial: 1.05, reference: 0.85, measurements: 0.85 }; // who asks wants to know how first
+const PAGES = { "reference/errors": 0.7 }; // long lists, in which most words are somewhere
 const ASKING = new Set("how do does did i can could we my our what when which why should you please am".split(" "));
 
 function termsOf(query) {
@@ -41,7 +42,7 @@ function sectionResults(query) {
     const head = termsOf(title.split(":")[0]), titleTerms = new Set(termsOf(title));
     const exact = terms.every((term) => titleTerms.has(term)) ? 1.25 : 1; // the title has all words of the query
     const said = head.filter((term) => terms.includes(term)).length / Math.max(head.length, 1); // the title says no more
-    const weight = (PARTS[page.split("/")[0]] || 1) * exact * (1 + 0.3 * said) * (matched / sum) ** 1.5;
+    const weight = (PAGES[page] || PARTS[page.split("/")[0]] || 1) * exact * (1 + 0.3 * said) * (matched / sum) ** 1.5;
     const name = above ? `${title} (${above.split(" > ").pop()})` : title;
     return [page, name, anchor, text, score * weight, page, "title"];
   });

@@ -1,4 +1,4 @@
-"""The site that `make docs` builds, in a real browser: pages from files, light and dark, answers to fifty questions.
+"""The site that `make docs` builds, in a real browser: pages from files, light and dark, answers to questions.
 
 `questions.tsv` has a question in a line, in the words of the thread in its last column (a repository and a number on
 GitHub), and the page and heading that answer it (`*`: any heading of the page). One that begins with `*` is a word that
@@ -56,7 +56,7 @@ def place(results: list[tuple[str, str]], where: str, heading: str) -> int:
 
 
 def test_fifty_questions_are_answered_by_the_search_of_the_site(page: Page) -> None:
-    assert len({row["question"] for row in QUESTIONS}) == 50
+    assert len({row["question"] for row in QUESTIONS}) >= 50
     first = [row for row in QUESTIONS if row["question"].startswith("*")]
     assert len(first) == 15
     assert all(row["thread"] for row in QUESTIONS if row not in first)
