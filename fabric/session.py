@@ -59,9 +59,9 @@ class Session:
             stack.callback(runtime.collective.teardown)
             runtime.divergence.is_on = draws_apart
             self.runtime, self.moments = runtime, Moments(runtime.loop_progress)
-            self.accumulation, self.weighting = Accumulation(runtime.loop_progress), Weighting(runtime)
-            self.objects = SetUp(runtime, chosen.strategy, self.moments, self.accumulation, self.weighting)
-            self.backward = LossBackward(runtime, self.objects, self.accumulation, self.weighting, self.moments)
+            self.accumulation, weighting = Accumulation(runtime.loop_progress), Weighting(runtime)
+            self.objects = SetUp(runtime, chosen.strategy, self.moments, self.accumulation, weighting)
+            self.backward = LossBackward(runtime, self.objects, self.accumulation, weighting, self.moments)
             self.guard: GradientGuard | None = None
             """Installed by `Fabric.guard_gradients`."""
             self._progress = ""
@@ -100,8 +100,7 @@ class Session:
         """See `Fabric.find_batch_size`."""
         from fabric.loop.batch_size import find_batch_size
 
-        objects, weighting = self.objects, self.weighting
-        return find_batch_size(function, objects, self.accumulation, weighting, self.runtime, start, most)
+        return find_batch_size(function, self.objects, start, most)
 
     def guard_gradients(self, on_nonfinite: OnNonfinite | None) -> None:
         """See `Fabric.guard_gradients`."""

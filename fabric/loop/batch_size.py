@@ -14,40 +14,31 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabric.loop.accumulation import Accumulation
 from fabric.loop.setup import SetUp
-from fabric.loop.weighting import Weighting
 from fabric.strategies.accelerators.accelerator_registry import device_rngs
 from fabric.strategies.data.rng import preserved_rngs
-from fabric.strategies.runtime import Runtime
+from fabric.strategies.gradients.sync import NOT_ALONE
 
 
-def find_batch_size(
-    function: Callable[[int], object],
-    objects: SetUp,
-    accumulation: Accumulation,
-    weighting: Weighting,
-    runtime: Runtime,
-    start: int,
-    most: int,
-) -> int:
+def find_batch_size(function: Callable[[int], object], objects: SetUp, start: int, most: int) -> int:
     """See `Fabric.find_batch_size`. Ranks: all."""
     if not 1 <= start <= most:
         raise ValueError(f"`find_batch_size(start={start}, most={most})`: write numbers with 1 <= start <= most.")
-    models, group = tuple(objects.models.values()), runtime.collective.process_group
-    if group is None and runtime.world.size > 1 and any(model.layout.forward_communicates for model in models):
-        raise ValueError(_OTHER_MESSAGES)
+    models, world, collective = [*objects.models.values()], objects.runtime.world, objects.runtime.collective
+    group = collective.process_group if world.size > 1 else None
+    if group is None and world.size > 1 and any(model.layout.forward_communicates for model in models):
+        raise ValueError(NOT_ALONE.format(why="a forward sends messages past torch.distributed"))
 
     def fits(size: int) -> bool:
         with ExitStack() as stack:
-            stack.enter_context(_undone(objects, accumulation, weighting, runtime))
-            if group is not None and runtime.world.size > 1:
+            stack.enter_context(_undone(objects))
+            if group is not None:
                 from fabric.strategies.collectives.answered_alone import answered_alone
 
                 stack.enter_context(answered_alone(group))
-            stack.enter_context(accumulation.unsynced(models, objects.bare or None, rehearses=True))
+            stack.enter_context(objects.accumulation.unsynced(models, objects.bare or None, rehearses=True))
             found = _runs(function, size)
-        return runtime.collective.reduce_boolean_decision(found)
+        return collective.reduce_boolean_decision(found)
 
     fitting, failing, size = 0, most + 1, start
     while failing - fitting > 1:
@@ -58,7 +49,7 @@ def find_batch_size(
         size = min(2 * fitting, most) if failing > most else max((fitting + failing) // 2, 1)
     if not fitting:
         raise torch.OutOfMemoryError(
-            f"`find_batch_size`: batch size 1 does not fit into the memory of {runtime.world.size} ranks. Shard the "
+            f"`find_batch_size`: batch size 1 does not fit into the memory of {world.size} ranks. Shard the "
             "model, recompute activations (`activation_checkpointing_policy`), or shorten the samples."
         )
     return fitting
@@ -87,17 +78,17 @@ def _is_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def _undone(objects: SetUp, accumulation: Accumulation, weighting: Weighting, runtime: Runtime) -> Iterator[None]:
+def _undone(objects: SetUp) -> Iterator[None]:
     """Context: gradients and their weights, buffers, generators and the positions of loaders are as before when it
     ends. Steps raise."""
-    models = [*objects.models.values()]
+    models, accumulation, weighting = [*objects.models.values()], objects.accumulation, objects.weighting
     parameters = {each for sync in (*(model.sync for model in models), objects.bare) for each in sync.parameters_held()}
     gradients = [(each, each.grad) for each in parameters]
     buffers = [(each, each.detach().clone()) for model in models for each in model.module.buffers()]
     windows = {**accumulation.kept}, {**weighting.kept_back}, weighting.is_used
     loaders = [loader for each in objects.loaders if (loader := each()) is not None]
     positions = [(loader.iteration, loader.state_dict()) for loader in loaders]
-    progress = runtime.loop_progress
+    runtime, progress = objects.runtime, objects.runtime.loop_progress
     counted = progress.num_backwards, progress.num_unweighted
     with ExitStack() as stack:
         stack.enter_context(runtime.divergence.postponed())
@@ -134,9 +125,3 @@ def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
         return
     data, parameter.data = parameter.data, gradient
     parameter.grad, parameter.data = gradient, data
-
-
-_OTHER_MESSAGES = (
-    "`find_batch_size` under a strategy whose forward sends messages past torch.distributed, as xla_fsdp: a rank that "
-    "runs out of memory would leave the others in one. Find the size on one device (`devices=1`)."
-)

@@ -59,8 +59,8 @@ class SetUp:
     def __init__(
         self, runtime: Runtime, strategy: Strategy, moments: Moments, accumulation: Accumulation, weighting: Weighting
     ) -> None:
-        self._runtime, self._strategy, self._moments = runtime, strategy, moments
-        self._accumulation = accumulation
+        self.runtime, self._strategy, self._moments = runtime, strategy, moments
+        self.accumulation, self.weighting = accumulation, weighting
         self._closure_loss = ClosureLoss(runtime.collective, weighting)
         self._numbers = count()
         self._models: WeakValueDictionary[int, Prepared] = WeakValueDictionary()
@@ -84,7 +84,7 @@ class SetUp:
     @property
     def layout(self) -> Layout:
         """The strategy's layout; a model's forward may communicate, too, where the user's function decides."""
-        layouts = (self._runtime.layout, *(each.layout for each in self._living()))
+        layouts = (self.runtime.layout, *(each.layout for each in self._living()))
         return replace(layouts[0], forward_communicates=any(each.forward_communicates for each in layouts))
 
     @property
@@ -111,13 +111,13 @@ class SetUp:
         for known in (self._models, self.optimizers, self.schedulers, self.loaders, self.counters):
             known.clear()  # others have them too
         self.bare.release()
-        self.bare = BareParameters(self._runtime)
+        self.bare = BareParameters(self.runtime)
         self.unprepared.release()
-        self.unprepared = UnpreparedOptimizers(self._runtime, self.optimizers, self._living)
+        self.unprepared = UnpreparedOptimizers(self.runtime, self.optimizers, self._living)
 
     def model(self, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> Prepared:
         """Set up a model and its optimizers. Ranks: all. Raises: as `Fabric.setup`."""
-        runtime, strategy = self._runtime, self._strategy
+        runtime, strategy = self.runtime, self._strategy
         self._refuse_twice(module, *optimizers)
         for moment in self._moments.before_setup:
             moment(module, optimizers)
@@ -159,7 +159,7 @@ class SetUp:
         """Set up optimizers of models that were set up before. Raises: as `Fabric.setup_optimizers`."""
         self._refuse_twice(*optimizers)
         bare = self._in_no_module(optimizers)
-        undo = self._strategy.setup_optimizers(self._runtime, optimizers)
+        undo = self._strategy.setup_optimizers(self.runtime, optimizers)
         models = [*self.models.values()]
         shared = next((model.state for model in models), PLAIN)  # for parameters outside of any module
         access = {each: self.state_access(each, otherwise=shared) for each in optimizers}
@@ -234,12 +234,12 @@ class SetUp:
         if len(self.models) > 1:
             gc.collect()
         own = [model.loss_scale for model in self.models.values() if model.loss_scale is not None]
-        shared = self._runtime.loss_scaler
+        shared = self.runtime.loss_scaler
         return [*own] if own or shared is None else [shared]
 
     def gradients_are_finite(self, optimizer: Optimizer) -> bool:
         """Whether all gradients of an optimizer are finite on all ranks. Ranks: all call it."""
-        model, runtime = self._model_of(optimizer), self._runtime
+        model, runtime = self._model_of(optimizer), self.runtime
         if model is not None:
             return model.is_finite(optimizer)
         return gradients_are_finite(optimizer, scaler=runtime.loss_scaler, any_rank=runtime.any_rank)
@@ -247,7 +247,7 @@ class SetUp:
     def scaler_of(self, optimizer: Optimizer) -> Stateful | None:
         """The loss scaler of the gradients with which an optimizer steps."""
         model = self._model_of(optimizer)
-        return self._runtime.loss_scaler if model is None or model.scale_loss is None else model.loss_scale
+        return self.runtime.loss_scaler if model is None or model.scale_loss is None else model.loss_scale
 
     def _model_of(self, optimizer: Optimizer) -> Prepared | None:
         # An engine gives its optimizer other tensors than the parameters.
@@ -264,7 +264,7 @@ class SetUp:
 
     def _refuse_shared(self, module: nn.Module) -> None:
         """Raise ValueError for a parameter that another model has, too, where each model would shard it by itself."""
-        others = [*self.models] if self._runtime.layout.forward_communicates else []
+        others = [*self.models] if self.runtime.layout.forward_communicates else []
         known = {each: type(other).__name__ for other in others for each in other.parameters()}
         for name, each in module.named_parameters():
             other = known.get(each) or (self.unprepared.model_of(each) if each.requires_grad else None)
@@ -286,7 +286,7 @@ class SetUp:
         for module in coming:
             refuse_another_model(module, optimizers, bare)
         lack = self._strategy.lacks.get("bare_parameters")
-        if lack is not None and self._runtime.world.size == 1:
+        if lack is not None and self.runtime.world.size == 1:
             return []
         if bare and lack is not None:
             optimizer, parameter = bare[0]
@@ -308,7 +308,7 @@ class SetUp:
 
         `release`: restores the optimizers of the strategy.
         """
-        runtime, undo = self._runtime, ExitStack()
+        runtime, undo = self.runtime, ExitStack()
         undo.callback(release)
         self._attached[next(self._numbers)] = undo
         if bare:
@@ -326,8 +326,8 @@ class SetUp:
             undo.callback(counter.attach(optimizer, runtime.loop_progress, self._moments))
             if self._moments.before_step:
                 undo.callback(optimizer.register_step_pre_hook(self._moments.stepping).remove)
-        if self._accumulation.repeated is not None:
-            self._accumulation.guard(optimizers)
+        if self.accumulation.repeated is not None:
+            self.accumulation.guard(optimizers)
         for moment in self._moments.optimizers_set_up:
             moment(optimizers)
 

@@ -24,6 +24,7 @@ from fabric.strategies.data.epochs import Epoch, Order
 from fabric.strategies.data.joined import of_all_shares
 from fabric.strategies.data.partition import BatchCut, Cut, Joined, RoundRobinCut, SampleCut, Share, once
 from fabric.strategies.data.rng import mix, seed_process
+from fabric.strategies.data.token_batches import TokenStream
 
 MOST_STEPS = 64
 
@@ -241,13 +242,17 @@ class PreparedStream(IterableDataset[Any]):
             self.seed.share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[Any]:
+        tokens = self.dataset if isinstance(self.dataset, TokenStream) else None
+        number, count = (0, 1) if tokens is None else tokens.enter_worker()
         info = get_worker_info()
         if info is not None and self.is_reseeded:
             seed_process(mix(int(self.seed), info.id))
         if self.cut is None:
             return iter(self.dataset)
         if self.order is None:
-            return (part.batch for part in self.cut(islice(once(iter(self.dataset)), int(self.start), None)))
+            items = once(iter(self.dataset) if tokens is None else tokens.batches())
+            parts = islice(self.cut(islice(items, int(self.start), None)), number, None, count)
+            return (part.batch for part in parts)
         epoch = self.order.begin()
         items = epoch.draw(self.dataset, self.cut.reads, most_steps=1, eager=True)
         return (part.batch for part in self.cut(islice(items, epoch.begun_at.start, None)))
@@ -264,5 +269,5 @@ class PreparedStream(IterableDataset[Any]):
             self.seed.fill_(mix("stream", epoch.seed, epoch.number))
 
     def resumes_by_batch(self, loader: Any) -> bool:
-        """Whether any number of ranks resumes an epoch: if whole batches are distributed, and one worker reads them."""
-        return isinstance(self.cut, BatchCut) and loader.num_workers <= 1
+        """Whether any number of ranks resumes an epoch: if whole batches are distributed."""
+        return isinstance(self.cut, BatchCut)

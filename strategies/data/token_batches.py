@@ -8,11 +8,14 @@ ranks in turn, and splits the last ones until each rank has one (`BatchCut`), so
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, TypeAlias, TypeVar, final, get_args
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+
+from fabric.strategies.data.rng import seed_process
 
 T = TypeVar("T")
 TooLong: TypeAlias = Literal["error", "alone", "cut"]
@@ -74,7 +77,7 @@ def token_batches(
         lengths = list(map(int, length))
     if len(lengths) != len(dataset):
         raise ValueError(f"`length` has {len(lengths)} entries, and the dataset {len(dataset)} samples: pass one each.")
-    order = sampler or (RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset))
+    order = DataLoader(dataset, shuffle=shuffle, sampler=sampler, generator=generator).sampler
     batches = TokenBatchSampler(order, [budget.allowed(each, index) for index, each in enumerate(lengths)], max_tokens)
     samples = _CutSamples(dataset, max_tokens) if too_long == "cut" else dataset
     return DataLoader(samples, batch_sampler=batches, collate_fn=collate, **options)
@@ -111,13 +114,35 @@ class TokenBatchSampler(Sampler[list[int]]):
 
 @final
 class TokenStream(IterableDataset[list[Any]]):
-    """Batches of samples of an iterable dataset, as lists, with up to so many tokens."""
+    """Batches of samples of an iterable dataset, as lists, with up to so many tokens.
+
+    # Note [Workers of a token stream]
+    Each of several workers reads the whole stream, with equal random numbers, and makes every n-th batch of its rank;
+    torch takes the batches from the workers in turn, so they are those of one worker, in its order. A dataset that
+    would read a part in each worker finds that it is read by one.
+    """
 
     def __init__(self, dataset: IterableDataset[Any], measure: Callable[[Any], int], budget: _Budget) -> None:
         self.dataset, self.measure, self.budget = dataset, measure, budget
+        self._worker: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[list[Any]]:
+        number, count = self.enter_worker()
+        return islice(self.batches(), number, None, count)
+
+    def batches(self) -> Iterator[list[Any]]:
+        """All batches."""
         return _filled(self._measured(), self.budget.max_tokens)
+
+    def enter_worker(self) -> tuple[int, int]:
+        """The number of this worker, and of all: see Note [Workers of a token stream]. Called before reading."""
+        info = get_worker_info()
+        if info is not None and self._worker is None:
+            self._worker, seed = (info.id, info.num_workers), info.seed - info.id
+            seed_process(seed)
+            for name, value in {"id": 0, "num_workers": 1, "seed": seed}.items():
+                object.__setattr__(info, name, value)  # WorkerInfo guards its attributes
+        return self._worker or (0, 1)
 
     def _measured(self) -> Iterator[tuple[Any, int]]:
         for index, sample in enumerate(self.dataset):

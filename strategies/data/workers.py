@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from fabric.strategies.data.epochs import Epoch
 from fabric.strategies.data.rng import mix, seed_process
 from fabric.strategies.data.sources import PreparedStream, SeededDataset
+from fabric.strategies.data.token_batches import TokenStream
 
 MIN_CORES = 4
 """With fewer cores, workers would take time from the training process itself. A guess, not a measurement."""
@@ -41,11 +42,13 @@ class WorkerStart:
         self.init = loader.worker_init_fn
         self.seed: int | None = None
         """Of the workers that are started next; None: torch's."""
+        self.of_stream = 0
+        """That of workers that read the same stream, on every rank."""
         self.start_method = start_method_of(loader) if loader.num_workers > 0 else None
 
     def announce(self, epoch: Epoch) -> None:
         """Seed the workers that are started next by this rank's seed, although ranks share the order of the epoch."""
-        self.seed = epoch.seed_of_batch(0)
+        self.seed, self.of_stream = epoch.seed_of_batch(0), mix("stream", epoch.seed, epoch.number)
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -72,7 +75,8 @@ class WorkerStart:
         while isinstance(info.dataset, (PreparedStream, SeededDataset)):
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.seed is not None:
-            seed = mix(self.seed, worker_id)
+            is_whole = isinstance(info.dataset, TokenStream)  # see Note [Workers of a token stream]
+            seed = self.of_stream + worker_id if is_whole else mix(self.seed, worker_id)
             object.__setattr__(info, "seed", seed)
             seed_process(seed)
         if self.init is not None:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
 from types import MethodType
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.deepspeed.released import LOST, ReleasedParameters
 from fabric.strategies.deepspeed.state import as_changed
 from fabric.strategies.gradients.clipping import norm_of, over_ranks
-from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, multiply
+from fabric.strategies.gradients.sync import NOT_ALONE, Factor, Finish, GradientSync, multiply
 from fabric.strategies.module.deepcopy import Hook
 from fabric.strategies.module.output_tensors import tensors_requiring_grad
 from fabric.strategies.module.parameter_changes import AddedParameters
@@ -181,8 +181,26 @@ class Engine(GradientSync):
         arrived = list(map(self._names.__getitem__, self._arrived))
         start_comparing(self.runtime, arrived, _PAIRED.format(name=type(self.module).__name__))()
 
-    def rehearsal(self) -> NoReturn:
-        raise ValueError(_REHEARSED.format(name=type(self.module).__name__))
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        if self.stage == 3:
+            raise ValueError(NOT_ALONE.format(why="ZeRO stage 3 cannot go on after a forward that was cut short"))
+        if self._has_gradients:
+            raise ValueError(NOT_ALONE.format(why="DeepSpeed keeps gradients of this window. Step, or zero them"))
+        kept, self._reached = (self._reached, self._is_stepped), set()
+        try:
+            yield
+        finally:
+            self.module.zero_grad()
+            self._arrived.clear()
+            self.discard()
+            self.zero.exit_backward()
+            self.zero.clear_backward_seen_flag()
+            for bucket in self.zero.ipg_buckets.values():
+                bucket.clear()
+            self.zero._release_ipg_buffers()
+            self.zero.params_already_reduced[:] = [False] * len(self.zero.params_already_reduced)
+            (self._reached, self._is_stepped), self._in_backward = kept, False
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.trained
@@ -563,11 +581,6 @@ UNUSED = (
     "unchanged. Freeze parameters that are never used, by `requires_grad_(False)` before `setup`; for parameters that "
     "only some steps use, keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`). Or pass `strategy='fsdp'` "
     "if all ranks use the same parameters in a step, otherwise `strategy='ddp_find_unused_parameters_true'`."
-)
-_REHEARSED = (
-    "`find_batch_size` with `{name}` under DeepSpeed, whose engine goes on from a backward that ran out of memory with "
-    "a part of its gradients. Find the size on one device (`devices=1`), or under `strategy='fsdp'`, which needs about "
-    "as much memory."
 )
 _CALLS_CLOSURE = (
     "`{optimizer}.step` calls its closure itself, and under `strategy='deepspeed'` it runs within DeepSpeed's step, on "

@@ -39,6 +39,7 @@ NAMES: Names = {
         "micro_step_id averaged_gradients all_grad_tensors overflow": "the window of accumulated gradients",
         "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale "
         "setup_buckets": "for each backward",
+        "_release_ipg_buffers ipg_buckets params_already_reduced exit_backward": "reset after one that was cut short",
         "_grad_acc_hooks": "hooks that would keep a model alive for ever",
         "cpu_offload accumulated_grads_in_cpu reset_cpu_buffers": "offloaded gradients are discarded",
         "_hp_mapping": "which part of a parameter is in this rank's shard, and where",

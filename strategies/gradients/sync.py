@@ -127,6 +127,8 @@ def multiply(tensors: Iterable[Tensor], factor: Factor) -> None:
             torch._foreach_mul_(parts, factor)
 
 
+NOT_ALONE = "`find_batch_size` cannot try sizes here: {why}. Find the size on one device (`devices=1`)."
+
 Finish: TypeAlias = Callable[[], None]
 """Called after a backward: completes its synchronisation, or raises RuntimeError if gradients are wrong."""
 
@@ -167,7 +169,7 @@ class GradientSync(ABC):
         """Context: forwards and backwards that may raise anywhere, with collectives that are answered alone.
 
         It ends as it began, but for what is in `.grad` of `parameters_held`. Memory is as in a synchronised backward.
-        Raises: ValueError: one that raises would leave the model unusable.
+        Raises: ValueError (`NOT_ALONE`): a rank cannot run alone, or one that raised would leave the model unusable.
         """
         with self.unsynced():
             yield

@@ -25,13 +25,19 @@ def recompute(module: nn.Module, policy: Policy | None) -> Callable[[], None]:
 
     Raises: ValueError: it selects none. TypeError: it is not a policy.
     """
-    parts = matching(module, policy, "activation_checkpointing_policy")
+    parts = chosen_blocks(module, policy, "activation_checkpointing_policy")
+    return undo_all(replace_attributes(part, forward=Recomputed(part, part.forward)) for part in parts)
+
+
+def chosen_blocks(module: nn.Module, policy: Policy | None, option: str) -> list[nn.Module]:
+    """The submodules that the policy of this option selects. Raises ValueError: it selects none."""
+    parts = matching(module, policy, option)
     if policy is not None and not parts:
         raise ValueError(
-            f"`activation_checkpointing_policy='blocks'`: `{type(module).__name__}` has no blocks, several modules of "
-            "one class in a `ModuleList` or `Sequential` that hold its parameters. Name classes of its submodules."
+            f"`{option}='blocks'`: `{type(module).__name__}` has no blocks, several modules of one class in a "
+            "`ModuleList` or `Sequential` that hold its parameters. Name classes of its submodules."
         )
-    return undo_all(replace_attributes(part, forward=Recomputed(part, part.forward)) for part in parts)
+    return parts
 
 
 @final

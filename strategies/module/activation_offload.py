@@ -14,9 +14,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.module.activation_checkpointing import Recomputed
+from fabric.strategies.module.activation_checkpointing import Recomputed, chosen_blocks
 from fabric.strategies.module.forward import outside_of_graphs
-from fabric.strategies.module.wrap_policy import Policy, matching
+from fabric.strategies.module.wrap_policy import Policy
 from fabric.strategies.undo import replace_attributes, undo_all
 
 _LEAST_BYTES = 2**20
@@ -28,12 +28,7 @@ def offload(module: nn.Module, policy: Policy | None) -> Callable[[], None]:
 
     Raises: ValueError: it selects none. TypeError: it is not a policy.
     """
-    parts = matching(module, policy, "activation_offload")
-    if policy is not None and not parts:
-        raise ValueError(
-            f"`activation_offload='blocks'`: `{type(module).__name__}` has no blocks, several modules of one class in "
-            "a `ModuleList` or `Sequential` that hold its parameters. Name classes of its submodules."
-        )
+    parts = chosen_blocks(module, policy, "activation_offload")
     side = _Side()
     return undo_all(replace_attributes(part, forward=Offloaded(part, part.forward, side)) for part in parts)
 
@@ -127,15 +122,9 @@ class Offloaded:
         self._side.latest = ref(saved)
 
         def pack(tensor: Tensor) -> Any:
-            is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-            if (
-                is_parameter
-                or type(tensor) is not Tensor
-                or tensor.nbytes < _LEAST_BYTES
-                or not tensor.is_floating_point()
-            ):
-                return tensor
-            if tensor.device.type == "cpu" or tensor.layout is not torch.strided:
+            is_plain = type(tensor) is Tensor and not isinstance(tensor._base, nn.Parameter)
+            is_strided = is_plain and tensor.layout is torch.strided and tensor.is_floating_point()
+            if not is_strided or tensor.nbytes < _LEAST_BYTES or tensor.device.type == "cpu":
                 return tensor
             on_host = _OnHost(tensor, saved, self._side.stream(tensor.device))
             saved.tensors.append(ref(on_host))
@@ -150,10 +139,8 @@ class Offloaded:
             return self
         inner = self._function
         method = getattr(inner, "__func__", None)
-        function = (
-            inner.of(part) if isinstance(inner, Recomputed) else inner if method is None else method.__get__(part)
-        )
-        return Offloaded(part, function, _Side())
+        plain = inner if method is None else method.__get__(part)
+        return Offloaded(part, inner.of(part) if isinstance(inner, Recomputed) else plain, _Side())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._part, "forward")  # unpickled in a copy, whose class has the plain method

@@ -16,6 +16,7 @@ if its gradient is zero. Only a rank that did not use one waits for the other ra
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -25,7 +26,15 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero, buffers_of
-from fabric.strategies.gradients.sync import INPUTS_OF_SHARDS, Finish, GradientSync, all_of, average, redistribute
+from fabric.strategies.gradients.sync import (
+    INPUTS_OF_SHARDS,
+    NOT_ALONE,
+    Finish,
+    GradientSync,
+    all_of,
+    average,
+    redistribute,
+)
 from fabric.strategies.module.initialization import UninitializedTensors
 from fabric.strategies.module.parameter_changes import AddedParameters
 from fabric.strategies.runtime import Runtime
@@ -263,30 +272,26 @@ def rehearsed(units: "Sequence[Any]") -> Iterator[None]:
     inner = {part for unit in units for part in unit.modules() if part is not unit}
     resets = [getattr(unit, "reset_iter_state", None) for unit in units if unit not in inner]
     if None in resets:
-        raise ValueError(_NO_RESET.format(version=torch.__version__))
+        raise ValueError(NOT_ALONE.format(why=f"torch {torch.__version__} cannot reset shards (2.13 can)"))
     params = [each for unit in units for group in _groups(unit) for each in group.fsdp_params]
-    kept = [(each, each.unsharded_accumulated_grad, _gathered_gradient(each)) for each in params]
-    for each in params:
-        each.unsharded_accumulated_grad = None
-        _put(each, None)
+    kept = [(holder, name, getattr(holder, name)) for each in params for holder, name in _unreduced(each)]
     try:
+        for holder, name, _ in kept:
+            setattr(holder, name, None)
         yield
     finally:
         for reset in resets:
             cast(Callable[[], None], reset)()
-        for each, accumulated, gradient in kept:
-            each.unsharded_accumulated_grad = accumulated
-            _put(each, gradient)
+        for holder, name in chain.from_iterable(map(_unreduced, params)):
+            setattr(holder, name, None)
+        for holder, name, gradient in kept:
+            setattr(holder, name, gradient)
 
 
-def _gathered_gradient(each: Any) -> Tensor | None:
+def _unreduced(each: Any) -> list[tuple[Any, str]]:
+    """Where a parameter, torch's FSDPParam, has gradients that are not reduced yet: objects and their attributes."""
     copy = vars(each).get("_unsharded_param")  # absent before the first forward
-    return None if copy is None else copy.grad
-
-
-def _put(each: Any, gradient: Tensor | None) -> None:
-    if "_unsharded_param" in vars(each):
-        each._unsharded_param.grad = gradient
+    return [(each, "unsharded_accumulated_grad"), *([] if copy is None else [(copy, "grad")])]
 
 
 def _groups(unit: "FSDPModule") -> list[Any]:
@@ -299,13 +304,9 @@ def _groups(unit: "FSDPModule") -> list[Any]:
 
 def _is_unreduced(each: Any) -> bool:
     """Whether the gathered copy of a parameter, torch's FSDPParam, has a gradient that is not reduced yet."""
-    return each.unsharded_accumulated_grad is not None or _gathered_gradient(each) is not None
+    return any(getattr(holder, name) is not None for holder, name in _unreduced(each))
 
 
-_NO_RESET = (
-    "`find_batch_size` with modules in shards: torch {version} cannot reset them after a forward that was cut short. "
-    "Install torch 2.13 or newer, or find the size on one device (`devices=1`)."
-)
 _LOST = (
     "This backward gave gradients to gathered parameters of `{model}` that are averaged over no ranks, because no "
     "output of their forward is part of this loss. Use parameters within `forward`, or in a method of the model after "

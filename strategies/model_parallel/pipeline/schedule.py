@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.fabric_calls_check import check_call
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import NOT_ALONE, Finish, GradientSync
 from fabric.strategies.model_parallel.pipeline.options import OF_ONE_STAGE, Pipeline
 from fabric.strategies.model_parallel.pipeline.split import Stage
 from fabric.strategies.module.forward import ForwardPath
@@ -105,7 +105,7 @@ class PipelineGradientSync(GradientSync):
         return replace_tensors(output, partial(cast_output, self.runtime.precision))
 
     def rehearsal(self) -> NoReturn:
-        raise ValueError(_WAITS)
+        raise ValueError(NOT_ALONE.format(why="a stage of a pipeline computes on what other ranks send"))
 
     def watch(self) -> Finish | None:
         return self.averaging.average if self.synced else None
@@ -318,9 +318,3 @@ def _num_microbatches(tensors: Sequence[Tensor], most: int, *, divides: bool) ->
             f"that {most} divides, with `drop_last=True` in the loader, or another `num_microbatches`."
         )
     return math.gcd(size, most)
-
-
-_WAITS = (
-    "`find_batch_size` with a pipeline: a stage computes on what other ranks send, so none runs a batch without them. "
-    "Find the size of the largest stage on one device (`devices=1`), without the pipeline."
-)

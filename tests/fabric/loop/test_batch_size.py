@@ -100,7 +100,9 @@ def refuse(world: World, strategy: Strategy) -> str:
         fabric.launch()
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model, _ = fabric.setup(net, SGD(net.parameters(), lr=0.1))
-        with pytest.raises(ValueError, match="`find_batch_size` with") as refused:
+        if isinstance(strategy, DeepSpeedStrategy) and strategy.stage == 2:
+            fabric.backward(model(torch.rand(2, 2)).sum())
+        with pytest.raises(ValueError, match="`find_batch_size` cannot try sizes here") as refused:
             fabric.find_batch_size(lambda size: model(torch.rand(size, 2)))
         return str(refused.value)
 
@@ -108,15 +110,16 @@ def refuse(world: World, strategy: Strategy) -> str:
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        (DeepSpeedStrategy(stage=2), "whose engine goes on from a backward that ran out of memory"),
+        (DeepSpeedStrategy(stage=3), "ZeRO stage 3 cannot go on after a forward that was cut short"),
+        (DeepSpeedStrategy(stage=2), "DeepSpeed keeps gradients of this window. Step, or zero them"),
         (
             ModelParallelStrategy(
                 pipeline=Pipeline(degree=2, num_microbatches=2, split=split, loss_fn=nn.functional.mse_loss)
             ),
-            "a stage computes on what other ranks send",
+            "a stage of a pipeline computes on what other ranks send",
         ),
     ],
-    ids=["deepspeed", "pipeline"],
+    ids=["stage 3", "within a window of DeepSpeed", "pipeline"],
 )
 def test_where_a_rank_cannot_run_alone_it_is_refused(strategy: Strategy, words: str) -> None:
     for sentence in run_world(2, refuse, strategy):

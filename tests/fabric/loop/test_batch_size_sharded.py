@@ -13,7 +13,15 @@ from worlds import run_world
 
 from fabric import Fabric
 from fabric.launchers.world import World
-from fabric.strategies import FSDPStrategy, ManualContext, ManualStrategy, ModelParallelStrategy, Parallelized, Strategy
+from fabric.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ManualContext,
+    ManualStrategy,
+    ModelParallelStrategy,
+    Parallelized,
+    Strategy,
+)
 from fabric.strategies.strategy_registry import make_strategy
 
 LIMITS = (29, 11, 40, 23)
@@ -91,6 +99,8 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
     "manual": (2, partial(ManualStrategy, parallelize=in_two_ways)),
     "ddp_sharded": (2, partial(make_strategy, "ddp_sharded")),
     "ddp_fully_sharded": (2, partial(make_strategy, "ddp_fully_sharded")),
+    "deepspeed_stage_1": (2, partial(make_strategy, "deepspeed_stage_1")),
+    "deepspeed_stage_2": (2, partial(make_strategy, "deepspeed_stage_2")),
 }
 
 
@@ -119,7 +129,7 @@ def train(world: World, strategy: Strategy, finds: bool) -> Any:
         for number, window in enumerate(fabric.accumulate(loader, 2, model)):
             for (batch,) in window:
                 fabric.backward(model(batch).square().mean(), weight=len(batch))
-                if number == 0:
+                if number == 0 and not isinstance(strategy, DeepSpeedStrategy):
                     find()
             optimizer.step()
             if number == 0:
@@ -139,6 +149,6 @@ def test_a_rank_that_runs_out_of_memory_anywhere_leaves_all_as_before(name: str)
     for (found, weights), (_, expected) in zip(
         run_world(size, train, make(), True), run_world(size, train, make(), False), strict=True
     ):
-        assert found == [min(LIMITS[:size])] * 12
+        assert found == [min(LIMITS[:size])] * (6 if name.startswith("deepspeed") else 12)
         for parameter, value in expected.items():
             assert torch.equal(weights[parameter], value), parameter

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from devices import ACCELERATOR
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from worlds import run_world
 
 from fabric import Fabric, token_batches
@@ -43,8 +43,8 @@ class Stream(IterableDataset[Any]):
 
 
 def loader_of(kind: str, **options: Any) -> DataLoader[Any]:
-    if kind == "stream":
-        return token_batches(Stream(), BUDGET, pack=True, **options)
+    if kind != "map":
+        return token_batches(Stream(), BUDGET, pack=True, num_workers=2 * (kind == "workers"), **options)
     texts = Texts()
     return token_batches(texts, BUDGET, length=texts.lengths, pack=True, shuffle=True, **options)
 
@@ -75,7 +75,7 @@ def in_order(results: list[Any]) -> list[int]:
     return list(chain.from_iterable(chain.from_iterable(step) for step in steps))
 
 
-@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("kind", ["map", "stream", "workers"])
 def test_each_sample_comes_once_in_one_order_and_ranks_have_nearly_as_many_tokens(kind: str, tmp_path: Path) -> None:
     alone = in_order(run_world(1, read, kind, "", 0, False))
     assert sorted(alone) == list(range(400))
@@ -93,8 +93,10 @@ def test_each_sample_comes_once_in_one_order_and_ranks_have_nearly_as_many_token
         assert max(tokens) <= BUDGET
 
 
-@pytest.mark.parametrize("kind", ["map", "stream"])
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [*((kind, *sizes) for kind in ("map", "stream") for sizes in [(2, 2), (2, 3), (3, 1), (1, 2)]), ("workers", 2, 3)],
+)
 def test_an_epoch_resumes_in_its_middle_under_another_number_of_ranks(
     kind: str, before: int, after: int, tmp_path: Path
 ) -> None:
@@ -162,6 +164,33 @@ def test_arguments_that_contradict_each_other_raise() -> None:
         token_batches([[1]], 4, length=[1, 1])
 
 
+class Attention(nn.Module):
+    """One layer of causal attention over packed samples: of tokens of the same sample, up to the token itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place, self.qkv = nn.Embedding(400, 8), nn.Embedding(64, 8), nn.Linear(8, 24)
+
+    def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.embed(tokens) + self.place(positions))[None].chunk(3, -1)
+        samples = torch.searchsorted(ends, torch.arange(len(tokens)), right=True)
+        mask = (samples[:, None] == samples) & (positions[:, None] >= positions)
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0]
+
+
+def test_attention_over_a_packed_batch_is_that_over_each_sample() -> None:
+    torch.manual_seed(0)
+    attention, texts = Attention(), Texts(40)
+    for batch in token_batches(texts, BUDGET, length=texts.lengths, pack=True):
+        ends = batch["cu_seqlens"].long()
+        packed = attention(batch["input_ids"], batch["position_ids"], ends)
+        assert batch["max_seqlen"] == max(texts.lengths[number] for number in batch["number"])
+        for number, start, end in zip(batch["number"], ends, ends[1:], strict=False):
+            tokens = texts[int(number)]["input_ids"]
+            alone = attention(tokens, torch.arange(len(tokens)), torch.tensor([0, len(tokens)]))
+            torch.testing.assert_close(packed[start:end], alone)
+
+
 def test_packing_gives_position_ids_and_the_cumulative_lengths() -> None:
     samples = [{"input_ids": [5, 6, 7], "score": 1.0}, {"input_ids": [8], "score": 2.0}]
     (batch,) = token_batches(samples, 8, pack=True)
@@ -172,6 +201,52 @@ def test_packing_gives_position_ids_and_the_cumulative_lengths() -> None:
     assert batch["score"].tolist() == [1.0, 2.0]
 
 
-def test_workers_load_the_batches_of_one_process() -> None:
+class Parts(IterableDataset[Any]):
+    """Shuffles, and gives each worker a part of its own, as streams of several files do."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info, texts = get_worker_info(), Texts()
+        order = torch.randperm(len(texts)).tolist()
+        return (texts[index] for index in (order[info.id :: info.num_workers] if info else order))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_load_the_batches_of_one_process(num_workers: int) -> None:
     plain = [batch["number"].tolist() for batch in loader_of("stream")]
-    assert [batch["number"].tolist() for batch in loader_of("stream", num_workers=1)] == plain
+    assert [
+        batch["number"].tolist() for batch in token_batches(Stream(), BUDGET, pack=True, num_workers=num_workers)
+    ] == plain
+
+
+def read_parts(
+    world: World, is_persistent: bool, folder: str, first: int, resumes: bool
+) -> tuple[list[list[int]], None]:
+    """The samples of each step of this rank in the second epoch."""
+    with Fabric(accelerator="cpu", devices=world.size, strategy="ddp" if world.size > 1 else "auto") as fabric:
+        fabric.launch()
+        fabric.seed_everything(3)
+        loader = fabric.setup_dataloaders(
+            token_batches(Parts(), BUDGET, pack=True, num_workers=2, persistent_workers=is_persistent)
+        )
+        if resumes:
+            fabric.load(folder, {"loader": loader})
+        else:
+            assert len(list(loader)) > 60
+        samples = []
+        for number, batch in enumerate(loader, start=1):
+            samples.append(batch["number"].tolist())
+            if number == first:
+                fabric.save(folder, {"loader": loader})
+                break
+        return samples, None
+
+
+@pytest.mark.parametrize(("is_persistent", "before", "after"), [(True, 2, 1), (False, 1, 2)])
+def test_workers_of_a_stream_that_shuffles_read_each_sample_once_and_resume_in_its_order(
+    is_persistent: bool, before: int, after: int, tmp_path: Path
+) -> None:
+    whole = in_order(run_world(before, read_parts, is_persistent, "", 0, False))
+    first = in_order(run_world(before, read_parts, is_persistent, str(tmp_path / "at"), 4, False))
+    rest = in_order(run_world(after, read_parts, is_persistent, str(tmp_path / "at"), 0, True))
+    assert sorted(whole) == sorted(first + rest) == list(range(400))
+    assert (first + rest)[:300] == whole[:300] != sorted(whole)[:300]
