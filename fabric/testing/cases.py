@@ -72,6 +72,7 @@ _CASES = (
         "accumulate",
         "clip_norm",
     ),
+    _case(loops.tokens_in_batches, "batches of so many tokens, with `weight=`", "accumulate", name="token_batches"),
     _case(loops.not_finite, "clipping raises if the norm is not finite, unless that is disabled", "clip_norm"),
     _case(loops.guard, "steps whose gradients are not finite are skipped", "clip_norm"),
     _case(

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import combinations, cycle, islice, product
+from itertools import chain, combinations, cycle, islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
@@ -20,8 +20,9 @@ from torch.nn.functional import cross_entropy, softplus
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler, default_collate
 
+from fabric.strategies.data.token_batches import token_batches
 from fabric.testing.drawn import Net, OptimizerWord, Trial, make_optimizer
 from fabric.testing.plain import Loop
 
@@ -115,6 +116,22 @@ def weights(loop: Loop, trial: Trial) -> Outcome:
         norms.append(clipped_norm(loop, run.model, run.optimizer, max_norm=0.02))
         run.update()
     return run.finished(norms)
+
+
+def tokens_in_batches(loop: Loop, trial: Trial) -> Outcome:
+    """Two steps, each of an epoch of batches of so many tokens, which differ in their number of samples."""
+    run, samples, draw = Run(loop, trial), trial.loader().dataset, trial.draw("lengths")
+    lengths = [draw.randint(1, 5) for _ in range(len(samples))]  # type: ignore[arg-type]
+    batches = loop.setup_dataloaders(token_batches(samples, 8, length=lengths, collate_fn=default_collate))
+    for window in chain(*(loop.accumulate(batches, len(lengths), run.model) for _ in range(2))):
+        total = 0.0
+        for tokens, targets, index in window:
+            loss = run.loss(tokens, targets, "sum")
+            loop.backward(loss, model=run.model, weight=len(index))
+            total += mean(loop, loss) * trial.num_shares
+        run.losses.append(total)
+        run.update()
+    return run.finished()
 
 
 def repeated_backward(loop: Loop, trial: Trial, scalar: bool = False) -> Outcome:

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import run_world
 
 from fabric import Fabric
 from fabric.launchers.world import World
-from fabric.strategies import Strategy
+from fabric.strategies import FSDPStrategy, ManualContext, ManualStrategy, ModelParallelStrategy, Parallelized, Strategy
 from fabric.strategies.strategy_registry import make_strategy
 
 WIDTH, SAMPLES = 64, 4096
@@ -39,6 +40,25 @@ class Net(nn.Module):
         return out
 
 
+def in_shards(model: Net, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+
+
+def averaged(module: nn.Module, context: ManualContext) -> Parallelized:
+    return Parallelized(module=module.to(context.device), averaged=module)
+
+
+OTHERS: dict[str, Strategy] = {
+    "hsdp": FSDPStrategy(device_mesh=(2, 2)),
+    "model_parallel": ModelParallelStrategy(parallelize_fn=in_shards, shard=2),
+    "manual": ManualStrategy(parallelize=averaged),
+}
+
+
 def train(world: World, strategy: Strategy, compiles: bool) -> tuple[list[Any], int]:
     """The weights after steps with accumulation, and the bytes that a forward leaves on the device."""
     with Fabric(accelerator="cuda", strategy=strategy, devices=world.size) as fabric:
@@ -64,10 +84,22 @@ def train(world: World, strategy: Strategy, compiles: bool) -> tuple[list[Any], 
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("single_device", 1), ("ddp", 2), ("fsdp", 2), ("ddp_fully_sharded", 2)],
+    [
+        ("single_device", 1),
+        ("ddp", 2),
+        ("fsdp", 2),
+        ("hsdp", 4),
+        ("model_parallel", 2),
+        ("manual", 2),
+        ("ddp_sharded", 2),
+        ("ddp_fully_sharded", 2),
+        ("deepspeed_stage_1", 2),
+        ("deepspeed_stage_2", 2),
+        ("deepspeed_stage_3", 2),
+    ],
 )
 def test_gradients_are_bit_equal_and_the_device_holds_less(name: str, size: int) -> None:
-    strategy = make_strategy(name)
+    strategy = OTHERS[name] if name in OTHERS else make_strategy(name)
     ((plain, held), *_) = run_world(size, train, strategy, False)
     ((found, less), *_) = run_world(size, train, replace(strategy, activation_offload={Block}), False)
     assert found == plain
@@ -96,3 +128,43 @@ def test_the_graph_may_be_read_twice() -> None:
         first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         second = torch.autograd.grad(loss, list(model.parameters()))
         assert all(map(torch.equal, first, second))
+
+
+def test_what_a_block_saved_comes_back_before_backward_reaches_the_block() -> None:
+    """The order of copies to the device and of the blocks' backwards, seen by hooks."""
+    events: list[str] = []
+    strategy = replace(make_strategy("single_device"), activation_offload={Block})
+    with Fabric(accelerator="cuda", strategy=strategy, devices=1) as fabric:
+        torch.manual_seed(0)
+        net = Net()
+        model = fabric.setup_module(net)
+        for number, block in enumerate(net.blocks):
+            block.register_full_backward_pre_hook(lambda *_, number=number: events.append(f"backward of {number}"))
+        copied = Copies(events)
+        with copied:
+            loss = model(torch.randn(SAMPLES, WIDTH, device="cuda")).square().mean()
+            assert events == ["to the host"] * 18  # the input of each layer, and what `tanh` returned
+            events.clear()
+            fabric.backward(loss)
+    kinds = [event.split(" of ")[0] for event in events]
+    assert kinds.count("to the device") == 18  # once each
+    of_blocks = "".join("B" if event == "backward" else "c" for event in kinds)
+    # The last block finds none: its own three are copied, and those of the block before. From then on one block ahead.
+    assert of_blocks == "Bcccccc" + "Bccc" * 4 + "B"
+
+
+class Copies(TorchDispatchMode):
+    """Notes the large copies between the host and the device."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        tensors = [each for each in (*args, out) if isinstance(each, Tensor) and each.nbytes >= SAVED_BYTES]
+        if function in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default) and len(tensors) > 1:
+            where = {each.device.type for each in tensors}
+            if len(where) == 2:
+                self.events.append(f"to the {'host' if out.device.type == 'cpu' else 'device'}")
+        return out
