@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from fabric.checks.nonfinite import OnNonfinite
 from fabric.checks.sanitizer import Sanitize
-from fabric.configure import arguments
+from fabric.configure import method_arguments as arguments
 from fabric.configure.explain import configure
-from fabric.configure.options import DEFAULT_REPORT_AFTER_SECONDS
+from fabric.configure.parse import DEFAULT_REPORT_AFTER_SECONDS
 from fabric.configure.request import Request
 from fabric.launchers.world import World
 from fabric.loop.accumulation import Window
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
-    from fabric.configure.arguments import LoaderOptions
+    from fabric.configure.method_arguments import LoaderOptions
     from fabric.monitor.monitor import Monitor
     from fabric.strategies.checkpoint.write_and_commit import PendingSave
 

@@ -13,7 +13,7 @@ from fabric.launchers.fork import Fork, why_fork_is_unsafe
 from fabric.launchers.launcher import External, Launcher, Topology, inline
 from fabric.launchers.launcher_registry import launcher_row
 from fabric.launchers.process.program import caller_that_continues, imported_script, this_program
-from fabric.launchers.processes import Processes, Script, forkserver
+from fabric.launchers.start_methods import Processes, Script, forkserver
 from fabric.launchers.world import World
 
 

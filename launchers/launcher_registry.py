@@ -56,7 +56,7 @@ class LauncherRow:
 _TABLE = (
     LauncherRow(
         name="script",
-        path="processes:Script",
+        path="start_methods:Script",
         description="runs the script's file again in every process",
         needs_file=True,
     ),
@@ -67,19 +67,19 @@ _TABLE = (
     ),
     LauncherRow(
         name="forkserver",
-        path="processes:forkserver",
+        path="start_methods:forkserver",
         description="runs a function in fresh processes, fast from the second time on",
         needs_function=True,
     ),
     LauncherRow(
         name="spawn",
-        path="processes:spawn",
+        path="start_methods:spawn",
         description="runs a function in fresh processes, which inherit nothing",
         needs_function=True,
     ),
     LauncherRow(
         name="elastic",
-        path="processes:Script",
+        path="start_methods:Script",
         description="script, or forkserver for a function, and after a failure all ranks again",
         for_any_strategy=False,
     ),

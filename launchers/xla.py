@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar, final
 from fabric.launchers.environments.xla import PJRT
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.process import pickling
-from fabric.launchers.processes import forkserver
+from fabric.launchers.start_methods import forkserver
 from fabric.launchers.world import Rendezvous, World
 
 R = TypeVar("R")

@@ -8,7 +8,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from fabric.strategies.registry import Registration, Registry
+from fabric.strategies.registered_names import Registration, Registry
 
 if TYPE_CHECKING:
     from fabric.strategies.strategy import Strategy

@@ -46,7 +46,7 @@ PART_IMPORTS = {
     ("strategies/data/transfer.py", "fabric.strategies.accelerators.torch_accelerator"): "which have streams",
     (
         "strategies/accelerators/accelerator_registry.py",
-        "fabric.strategies.registry",
+        "fabric.strategies.registered_names",
     ): "one way to register names, for all",
     ("strategies/accelerators/xla.py", "fabric.launchers.environments.xla"): "PJRT's devices are what variables say",
     ("strategies/accelerators/xla.py", "fabric.launchers.xla_internals"): "the one list of torch_xla's private names",

@@ -43,7 +43,7 @@ class BeehiveEnvironment(Environment):
     "launchers/tandem.py": '''
 """Ranks of the fork server, under another name."""
 
-from fabric.launchers.processes import forkserver
+from fabric.launchers.start_methods import forkserver
 
 
 def tandem(topology):

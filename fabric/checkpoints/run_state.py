@@ -19,7 +19,7 @@ from fabric.strategies.checkpoint.tensors import in_memory, of_other_rank, of_ra
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.rng import process_rngs
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.tensors.rng import Rng
+from fabric.strategies.tensors.generator_interface import Rng
 
 
 @final

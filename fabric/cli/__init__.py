@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn, final
 
+from fabric.configure.parse import OPTIONS, flag
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit code. 2: an option was wrong, and nothing was started."""
@@ -109,32 +111,12 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
 
 def _add_options(command: argparse.ArgumentParser, *, needs_script: bool = True) -> None:
     """The options for the script's `Fabric(...)`, the script, and its own arguments."""
-    for option, metavar, help_text in (
-        ("accelerator", "NAME", "auto, cpu, cuda, mps, ..."),
-        ("strategy", "NAME", "auto, ddp, ...; `fabric doctor` lists them"),
-        ("devices", "DEVICES", "auto, a number, -1 for all, or indices such as 0,1"),
-        ("num-nodes", "N", "number of machines"),
-        ("node-rank", "N", "rank of this machine, from 0"),
-        ("main-address", "HOST", "name or address of node 0"),
-        ("main-port", "PORT", "a free TCP port on node 0"),
-        ("precision", "NAME", "32-true, bf16-mixed, ..."),
-        ("launcher", "NAME", "auto, script, fork, forkserver, spawn, elastic, external"),
-        ("max-restarts", "N", "after a failure, restart all ranks, at most N times"),
-        ("timeout-seconds", "S", "how long a collective waits for the other ranks before it raises"),
-        ("report-after-seconds", "S", "after how long in one collective to print what each rank does"),
-        ("sanitize", "STEPS", "the steps in which ranks compare what they share: start, always, a number, False"),
-        ("log-dir", "DIR", "copy the output of each rank to a file of its own there"),
-    ):
-        command.add_argument(f"--{option}", metavar=metavar, help=help_text)
-    command.add_argument(
-        "--stop-grace-seconds",
-        "--stop-grace",
-        metavar="S",
-        help="how long a rank may go on after SIGTERM; 30 s by default, and as long as a save takes",
-    )
-    command.add_argument(
-        "--prefix-output", action="store_const", const=True, help="show the rank before each line that it prints"
-    )
+    for name, option in OPTIONS.items():
+        words = [flag(name), *(["--stop-grace"] if name == "stop_grace_seconds" else [])]
+        if option.metavar is None:
+            command.add_argument(*words, action="store_const", const=True, help=option.help)
+        else:
+            command.add_argument(*words, metavar=option.metavar, help=option.help)
     command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in `python -m`")
     nargs = None if needs_script else "?"
     command.add_argument("script", metavar="SCRIPT", nargs=nargs, help="the script, or with -m the module")

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
-from fabric.configure.options import OPTIONS
+from fabric.configure.parse import OPTIONS, flag
 from fabric.configure.run_options import as_variable, program_of
 
 
@@ -35,5 +35,5 @@ def options_of(parsed: argparse.Namespace) -> dict[str, str | bool]:
     """The options for the script's `Fabric(...)`, as typed. Raises: ValueError, TypeError: one has a wrong value."""
     options = {name: getattr(parsed, name) for name in OPTIONS if getattr(parsed, name) is not None}
     for name, word in options.items():
-        OPTIONS[name](word, f"--{name.replace('_', '-')} {word}")
+        OPTIONS[name].read(word, f"{flag(name)} {word}")
     return options

@@ -22,7 +22,7 @@ from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.accelerators.accelerator_registry import accelerators
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.precision.precision import Precision, PrecisionWord
-from fabric.strategies.registry import Registration
+from fabric.strategies.registered_names import Registration
 from fabric.strategies.strategy import Strategy
 
 PRECISIONS: tuple[PrecisionWord, ...] = get_args(PrecisionWord)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fabric.configure.abilities import report, with_every_accelerator
 from fabric.configure.resolve import Resolved
-from fabric.strategies.registry import Registration
+from fabric.strategies.registered_names import Registration
 
 NAME = "run.json"
 

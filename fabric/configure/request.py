@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from fabric.checks.check import Check
-from fabric.configure.options import DEFAULT_REPORT_AFTER_SECONDS, OPTIONS, Devices, Read, one_of, read_word
+from fabric.configure.parse import DEFAULT_REPORT_AFTER_SECONDS, OPTIONS, Devices, Read, flag, one_of, read_word
 from fabric.configure.run_options import options_in
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.torchelastic import OursEnvironment
@@ -74,7 +74,7 @@ class Request:
         options = options_in(environ)
         explain = options.pop("explain", None)
         recorded = json.loads(str(options.pop("record", "{}")))  # the run is recorded, for `fabric verify`
-        typed = {name: _READ[name](value, f"{_option(name)} {value}") for name, value in options.items()}
+        typed = {name: _READ[name](value, f"{flag(name)} {value}") for name, value in options.items()}
         if recorded:  # the command line says what is compared
             if recorded["in_place_of"] is not None and isinstance(asked := written.get("strategy"), Strategy):
                 typed["strategy"] = asked.in_one_process()
@@ -106,8 +106,7 @@ class Request:
         sources.update({name: "command line" for name, word in typed.items() if word != "auto"})
         checks = [plugin for plugin in plugins if isinstance(plugin, Check)]
         if recorded:
-            from fabric.checks.verify_record import Recording
-            from fabric.checks.verify_recorder import Recorder
+            from fabric.checks.verify_record import Recorder, Recording
 
             checks.insert(0, Recorder(Recording(**recorded), merged.get("strategy", "auto")))
         return cls(
@@ -141,10 +140,6 @@ def _only(plugins: Sequence[T]) -> T | None:
     return plugins[0] if plugins else None
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _merge(written: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
     """Each argument once. `auto` on the command line counts as not given, as the default does in the script."""
     default = {field.name: field.default for field in fields(Request)}
@@ -155,7 +150,7 @@ def _merge(written: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, An
             continue
         if mine != default[name]:
             raise ValueError(
-                f"The script says `Fabric({name}={_shown(mine)!r})` and the command line `{_option(name)} "
+                f"The script says `Fabric({name}={_shown(mine)!r})` and the command line `{flag(name)} "
                 f"{_shown(word)}`. Leave one of them out."
             )
         merged[name] = word
@@ -182,11 +177,11 @@ def _word_or(kind: type) -> Read:
 
 def _or_none(name: str) -> Read:
     """Parses an argument that may be None."""
-    return lambda value, written: None if value is None else OPTIONS[name](value, written)
+    return lambda value, written: None if value is None else OPTIONS[name].read(value, written)
 
 
 _READ: Mapping[str, Read] = {
-    **OPTIONS,
+    **{name: option.read for name, option in OPTIONS.items()},
     **{name: _or_none(name) for name in ("timeout_seconds", "stop_grace_seconds", "log_dir")},
     "accelerator": _word_or(Accelerator),
     "strategy": _word_or(Strategy),

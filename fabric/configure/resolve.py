@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 from fabric.configure.devices import choose_devices, requested_devices
 from fabric.configure.machine import Found, Machine, describe_world
-from fabric.configure.options import DEFAULT_MAX_RESTARTS
+from fabric.configure.parse import DEFAULT_MAX_RESTARTS
 from fabric.configure.request import Request
 from fabric.launchers.environments import ENVIRONMENTS
 from fabric.launchers.launcher import Topology

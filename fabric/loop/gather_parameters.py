@@ -7,7 +7,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from fabric.configure.arguments import refuse_writing
+from fabric.configure.method_arguments import refuse_writing
 from fabric.strategies.checkpoint.state import PLAIN
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.module.deepcopy import user_hooks_alone

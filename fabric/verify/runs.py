@@ -16,9 +16,8 @@ from pathlib import Path
 from traceback import format_exception
 from typing import Any, TypeAlias
 
-from fabric.checks.verify_record import Record, Recording
-from fabric.checks.verify_recorder import Recorder
-from fabric.configure.options import OPTIONS
+from fabric.checks.verify_record import Record, Recorder, Recording
+from fabric.configure.parse import OPTIONS
 from fabric.configure.run_options import ProgramId, as_variable
 from fabric.launchers.process.os_process import die_with_parent
 from fabric.strategies.data.rng import preserved_rngs

@@ -6,7 +6,7 @@ from typing import final
 
 import torch
 
-from fabric.strategies.tensors.rng import Rng
+from fabric.strategies.tensors.generator_interface import Rng
 
 
 class Accelerator(ABC):

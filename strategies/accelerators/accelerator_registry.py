@@ -8,8 +8,8 @@ import torch
 from fabric.strategies.accelerators.accelerator import Accelerator, CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.accelerators.xla import XLAAccelerator
-from fabric.strategies.registry import Registration, Registry
-from fabric.strategies.tensors.rng import Rng
+from fabric.strategies.registered_names import Registration, Registry
+from fabric.strategies.tensors.generator_interface import Rng
 
 _ACCELERATORS: Registry[Accelerator] = Registry(
     "accelerator",

@@ -13,7 +13,7 @@ import torch
 
 from fabric.launchers.environments.xla import PJRT
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.tensors.rng import Rng
+from fabric.strategies.tensors.generator_interface import Rng
 
 
 @final

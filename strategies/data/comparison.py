@@ -31,8 +31,8 @@ from fabric.strategies.data import huggingface
 from fabric.strategies.data.context import Ranks
 from fabric.strategies.data.rng import digest, mix, preserved_rngs, seed_process
 from fabric.strategies.tensors.digest import digest_of_all
+from fabric.strategies.tensors.generator_interface import Rng
 from fabric.strategies.tensors.nests import is_tensor, leaves_in, opened
-from fabric.strategies.tensors.rng import Rng
 
 NUM_COMPARED = 256
 """How many items of a custom sampler are compared."""

@@ -23,7 +23,7 @@ from torch.utils.data import SequentialSampler
 from fabric.strategies.data.cursor import Cursor, Iteration
 from fabric.strategies.data.partition import Part, length_of, once
 from fabric.strategies.data.rng import EpochRngs, SharedRngs, digest, mix, preserved_rngs, read_all, write_all
-from fabric.strategies.tensors.rng import Rng
+from fabric.strategies.tensors.generator_interface import Rng
 
 T = TypeVar("T")
 

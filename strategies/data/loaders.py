@@ -27,7 +27,7 @@ from fabric.strategies.data.token_batches import TokenStream
 from fabric.strategies.data.transfer import one_ahead, one_by_one
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart, advice
-from fabric.strategies.tensors.rng import Rng
+from fabric.strategies.tensors.generator_interface import Rng
 
 
 def process_dataloader(

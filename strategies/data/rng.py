@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fabric.strategies.tensors.rng import Rng
+from fabric.strategies.tensors.generator_interface import Rng
 
 
 def mix(*parts: object) -> int:

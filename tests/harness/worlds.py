@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from devices import use_device
 
 from fabric.launchers.launcher import Topology
-from fabric.launchers.processes import PRELOAD, forkserver
+from fabric.launchers.start_methods import PRELOAD, forkserver
 from fabric.launchers.world import World
 
 R = TypeVar("R")

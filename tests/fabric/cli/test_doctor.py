@@ -21,7 +21,7 @@ from fabric.launchers.process.program import Program
 from fabric.launchers.world import World
 from fabric.strategies import DDPStrategy, available_strategies
 from fabric.strategies.accelerators import CPUAccelerator, TorchAccelerator
-from fabric.strategies.registry import Registration
+from fabric.strategies.registered_names import Registration
 from fabric.strategies.strategy_registry import strategy_registrations
 
 CPU = Found(accelerator=CPUAccelerator(), num_devices=1)

@@ -23,8 +23,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fabric import CheckpointDirectory, Fabric
-from fabric.checks.verify_record import Record, Recording
-from fabric.checks.verify_recorder import Recorder
+from fabric.checks.verify_record import Record, Recorder, Recording
 from fabric.strategies import ModelParallelStrategy, Pipeline
 from fabric.testing import verify
 from fabric.verify.runs import ProgramError, _refuse_other_model, judge

@@ -25,7 +25,7 @@ from worlds import run_world
 from fabric.launchers import Topology, WorkerError, World, join
 from fabric.launchers.process.failure import departure, describe, first
 from fabric.launchers.process.reports import Failure
-from fabric.launchers.processes import forkserver
+from fabric.launchers.start_methods import forkserver
 
 
 def break_one_rank(world: World, how: str) -> Any:

@@ -17,7 +17,7 @@ from worlds import run_world
 
 from fabric.launchers import Topology, World, detect_world, join
 from fabric.launchers.choose import choose_launcher
-from fabric.launchers.processes import forkserver
+from fabric.launchers.start_methods import forkserver
 
 
 def own_session(world: World) -> tuple[bool, bool]:

@@ -69,7 +69,7 @@ IN_A_THREAD = """
 import os, signal
 from concurrent.futures import ThreadPoolExecutor
 from fabric.launchers import Topology
-from fabric.launchers.processes import forkserver
+from fabric.launchers.start_methods import forkserver
 
 def wait(world):
     os.write(1, b"ready\\n")

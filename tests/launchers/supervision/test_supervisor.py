@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from fabric.launchers.launcher import Topology
-from fabric.launchers.processes import Processes, forkserver
 from fabric.launchers.rank.task import CallFunction
+from fabric.launchers.start_methods import Processes, forkserver
 from fabric.launchers.supervision.guardian import Guardian
 from fabric.launchers.supervision.supervisor import Child, Supervisor
 from fabric.launchers.world import World

@@ -7,7 +7,7 @@ refuses a wrong value before anything starts.
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fabric.launchers.launcher_registry import OURS
 
@@ -103,22 +103,41 @@ def _whole_from(low: int) -> Read:
 
 _from_0, _from_1 = _whole_from(0), _whole_from(1)
 
-OPTIONS: Mapping[str, Read] = {
-    "accelerator": read_word,
-    "strategy": read_word,
-    "devices": read_devices,
-    "num_nodes": _from_1,
-    "node_rank": _from_0,
-    "main_address": read_word,
-    "main_port": _from_1,
-    "precision": read_word,
-    "launcher": one_of("auto", *OURS, "external"),
-    "max_restarts": _from_0,
-    "timeout_seconds": read_seconds,
-    "report_after_seconds": read_seconds,
-    "stop_grace_seconds": read_seconds,
-    "sanitize": read_sanitize,
-    "log_dir": lambda value, written: os.path.abspath(value),
-    "prefix_output": one_of(True, False),
+
+class Option(NamedTuple):
+    """An option of `fabric run`."""
+
+    read: Read
+    metavar: str | None
+    """None: a flag."""
+    help: str
+
+
+OPTIONS: Mapping[str, Option] = {
+    "accelerator": Option(read_word, "NAME", "auto, cpu, cuda, mps, ..."),
+    "strategy": Option(read_word, "NAME", "auto, ddp, ...; `fabric doctor` lists them"),
+    "devices": Option(read_devices, "DEVICES", "auto, a number, -1 for all, or indices such as 0,1"),
+    "num_nodes": Option(_from_1, "N", "number of machines"),
+    "node_rank": Option(_from_0, "N", "rank of this machine, from 0"),
+    "main_address": Option(read_word, "HOST", "name or address of node 0"),
+    "main_port": Option(_from_1, "PORT", "a free TCP port on node 0"),
+    "precision": Option(read_word, "NAME", "32-true, bf16-mixed, ..."),
+    "launcher": Option(one_of("auto", *OURS, "external"), "NAME", f"auto, {', '.join(OURS)}, external"),
+    "max_restarts": Option(_from_0, "N", "after a failure, restart all ranks, at most N times"),
+    "timeout_seconds": Option(read_seconds, "S", "how long a collective waits for the other ranks before it raises"),
+    "report_after_seconds": Option(read_seconds, "S", "after how long in one collective to print what each rank does"),
+    "sanitize": Option(
+        read_sanitize, "STEPS", "the steps in which ranks compare what they share: start, always, a number, False"
+    ),
+    "log_dir": Option(lambda value, _: os.path.abspath(value), "DIR", "copy each rank's output to a file there"),
+    "stop_grace_seconds": Option(
+        read_seconds, "S", "how long a rank may go on after SIGTERM; 30 s by default, and as long as a save takes"
+    ),
+    "prefix_output": Option(one_of(True, False), None, "show the rank before each line that it prints"),
 }
 """The options of `fabric run`, by the names of the arguments that they set."""
+
+
+def flag(name: str) -> str:
+    """The option of an argument, as it is typed."""
+    return f"--{name.replace('_', '-')}"
