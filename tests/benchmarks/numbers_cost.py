@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabric import Fabric
-from fabric.checks.sanitizer import Watch, WatchedSteps
+from fabric.checks.sanitizer import Sanitizer, WatchedSteps
 
 BATCH, WIDTH, LAYERS = 32, 64, 4
 STEPS, WINDOW = 8, 4
@@ -97,7 +97,7 @@ def numbers(ours: Fabric) -> list[Row]:
             optimizer.step()
 
     def watched(batches: Iterable[Any]) -> None:
-        watch = next(check for check in ours._connected.moments.checks if isinstance(check, Watch))
+        watch = next(check._watch for check in ours._connected.moments.checks if isinstance(check, Sanitizer))
         watch.watched, ours._connected.moments.due_at = WatchedSteps("always"), 0
         steps(batches)
         watch.watched = WatchedSteps(False)
