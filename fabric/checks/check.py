@@ -57,6 +57,9 @@ class Check:
     def gradients_averaged(self, parameters: Iterable[Tensor]) -> None:
         """`fabric.average_gradients` has averaged the gradients of these."""
 
+    def compared(self) -> None:
+        """The sanitizer has compared the ranks, before the step that it watches."""
+
     def before_step(self, optimizer: Optimizer) -> None:
         """A prepared optimizer is about to step with the gradients that it has now."""
 

@@ -224,7 +224,7 @@ class Watch(Check):
 
     def closing(self) -> None:
         if not self._has_raised:  # the program has caught it
-            self._compare(at="at `fabric.close()`")
+            self._compare(is_at_end=True)
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before the hooks of the optimizer, which may remove gradients that other ranks own."""
@@ -247,14 +247,14 @@ class Watch(Check):
             among -= self._held[optimizer] | names.keys()
         self._noted.update(gradients_of(optimizer, names, self._everyone, among))
 
-    def _compare(self, data: str = "", at: str = "in a backward", *, with_modes: bool = False) -> tuple[bool, bool]:
-        """See `agreement.compare`. `at`: where it is called. Raises: SanitizerError, on every rank. Ranks: all."""
+    def _compare(self, data: str = "", *, with_modes: bool = False, is_at_end: bool = False) -> tuple[bool, bool]:
+        """See `agreement.compare`. Raises: SanitizerError, on every rank. Ranks: all."""
         if not self._has_models:
             return False, False
         stepped, self._stepped = self._stepped, {}
         noted, self._noted = self._noted, {}
         when = ", ".join(f"step {number} of `{type(optimizer).__name__}`" for optimizer, number in stepped.items())
-        when = f"after {when}" if when else at
+        when = f"after {when}" if when else "at `fabric.close()`" if is_at_end else "in a backward"
         since = f"They were equal {self._equal_after}." if self._equal_after else "It is the first comparison."
         self._has_raised, drawn, collective = True, self._drawn(), self._runtime.collective
         found = None
@@ -265,6 +265,9 @@ class Watch(Check):
                 self._forget_gone()
         self._known.update(self._held)
         self._has_raised, self._equal_after = False, when
+        if not is_at_end and self._moments.num_backwards - self._first in self.watched:
+            for moment in self._moments.compared:
+                moment()
         return found
 
     def _facts(self, noted: Mapping[Fact, Value], *, with_modes: bool) -> tuple[dict[Fact, Value], bool]:

@@ -75,6 +75,11 @@ class Monitor(Check):
     ) -> None:
         if window_steps is not None and (isinstance(window_steps, bool) or window_steps < 1):
             raise ValueError(f"`fabric.monitor(window_steps={window_steps!r})`: a window has 1 step or more.")
+        if session.runtime.device.type == "xla":
+            raise ValueError(
+                "`fabric.monitor()` reads numbers in a step, and on `xla` a step is recorded, and runs as one graph. "
+                "Use `fabric.progress` for samples per second, and `torch_xla.debug.profiler`."
+            )
         if any(isinstance(check, Monitor) for check in session.moments.checks):
             raise RuntimeError("`fabric.monitor()` was called twice. Keep what the first call returned.")
         self._runtime, self._set_up = runtime, set_up = session.runtime, session.objects
@@ -156,6 +161,9 @@ class Monitor(Check):
             marks += (window.FORWARD if marks and marks[-2] == window.DATA else window.OTHER, time_ns())
             if self._stream_device is not None:
                 self._now.events.append((window.OTHER, _recorded(self._stream_device)))
+
+    def compared(self) -> None:
+        self._results.write("sanitizer", step=self._set_up.num_steps + 1)
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self._now.marks += (window.FORWARD, time_ns())

@@ -90,10 +90,12 @@ def _in_steps(own_rsp: Tensor, queued_rs: Tensor, step_seconds: float) -> SlowRa
     own_rsp, queued_rs = own_rsp[:, is_known], queued_rs[:, is_known]
     if own_rsp.shape[1] < MIN_STEPS:
         return None
-    everyone = torch.arange(len(own_rsp))
+    everyone, whole_rs = torch.arange(len(own_rsp)), own_rsp.sum(2)
     more_rsp = torch.stack([own_rsp[rank] - own_rsp[everyone != rank].median(0).values for rank in everyone])
+    whole = torch.stack([whole_rs[rank] - whole_rs[everyone != rank].amax(0) for rank in everyone])
     queued = torch.stack([queued_rs[rank] - queued_rs[everyone != rank].median(0).values for rank in everyone])
-    more_rsp -= queued.clamp(min=0)[..., None]
+    # Of two ranks one of which waits unrecorded for the other, neither needs more time in all than the other.
+    more_rsp = more_rsp.minimum(whole[..., None]) - queued.clamp(min=0)[..., None]
     least = max(MIN_SECONDS, MIN_SHARE * step_seconds, MIN_QUEUED * float(queued_rs.mean(1).max()))
     most_sp, ranks_sp = more_rsp.max(0)
     phase = int(most_sp.median(0).values.argmax())

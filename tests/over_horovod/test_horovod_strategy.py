@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from delays import Delay, train
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -35,7 +38,7 @@ def test_the_numbers_are_those_of_one_process(size: int, precision: str) -> None
 
 
 def ranks(size: int = 2, **options: Any) -> Fabric:
-    return Fabric(accelerator="cpu", strategy=HorovodStrategy(timeout_seconds=20, **options), devices=size)
+    return Fabric(accelerator="cpu", strategy=HorovodStrategy(**{"timeout_seconds": 20, **options}), devices=size)
 
 
 class Net(nn.Module):
@@ -200,3 +203,16 @@ def use_sparse(fabric: Fabric) -> None:
 
 def test_a_sparse_gradient_of_any_rank_is_refused_on_all() -> None:
     ranks().launch(use_sparse)
+
+
+def train_with_one_late_rank(fabric: Fabric, delay: Delay, folder: str) -> None:
+    train(fabric, delay, Path(folder), window_steps=6, show=False)
+
+
+@pytest.mark.parametrize("where", ["data", "backward"])
+def test_the_monitor_names_nobody_for_waits_that_are_not_recorded(where: str, tmp_path: Path) -> None:
+    ranks(3, timeout_seconds=60).launch(train_with_one_late_rank, Delay(where, seconds=0.12), str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
+    windows = [line for line in lines if line["kind"] == "window"]
+    assert [window["slow"] for window in windows] == [None, None]
+    assert windows[-1]["ranks"][1][f"{where}_seconds"] > 0.1

@@ -251,3 +251,10 @@ def test_one_device_of_several_is_not_what_replicas_run_on() -> None:
 def _linear() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(3, 2, bias=False)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_the_monitor_raises_where_to_read_a_number_would_end_the_graph(fabric: Fabric) -> None:
+    with pytest.raises(
+        ValueError, match=r"`fabric.monitor\(\)` reads numbers in a step, and on `xla` a step is recorded"
+    ):
+        fabric.monitor(show=False)

@@ -29,7 +29,13 @@ OF_NVIDIA = re.compile(r"lib(cu|nccl|nvrtc|nvshmem)\w*\.so\.\d+")
 FUNCTION = re.compile(r"(cu[A-Za-z]|__cuda|nccl|nvrtc|nvshmem)\w*")
 VALUES = {"cudnnGetVersion": 92000, "cudnnGetCudartVersion": 13000}
 """What functions return that torch asks at its import. All others return 801, which is CUDA's `not supported`."""
-FOLDERS = {"libcudart": "cuda", "libnccl": "nccl", "libcuda": "driver", "libnvidia-ml": "management"}
+FOLDERS = {
+    "libcudart": "cuda",
+    "libnccl": "nccl",
+    "libcuda": "driver",
+    "libnvidia-ml": "management",
+    "libcupti": "profiling",
+}
 """Where the sources of a library are, by the beginning of its name."""
 MANAGEMENT = "libnvidia-ml.so.1"
 OPENED = {"libcuda.so.1", MANAGEMENT}

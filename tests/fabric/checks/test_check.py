@@ -103,7 +103,7 @@ def test_a_check_is_called_at_each_of_its_moments_in_their_order(tmp_path: Any) 
         "loading",
         "closing",
     ]
-    assert {word.split(",")[0].split(" ")[0] for word in check.seen} == set(MOMENTS)
+    assert {word.split(",")[0].split(" ")[0] for word in check.seen} == set(MOMENTS) - {"compared"}  # needs ranks
 
 
 class Stops(Check):

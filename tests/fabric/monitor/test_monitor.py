@@ -145,6 +145,26 @@ def test_a_skipped_step_is_counted_and_written(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if line["kind"] == "skipped"] == [3]
 
 
+def watched(fabric: Fabric, folder: str) -> None:
+    model = nn.Linear(2, 1)
+    model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.5))
+    fabric.monitor(folder, window_steps=20, show=False)
+    for step in range(10):
+        fabric.backward(model(torch.full((1, 2), float(step + fabric.global_rank))).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.close()
+
+
+@pytest.mark.slow
+def test_the_steps_that_the_sanitizer_watched_are_in_the_file(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", launcher="forkserver")
+    fabric.launch(watched, str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "sanitizer"] == [1, 2, 3, 4, 8]
+    assert lines[-1]["kind"] == "end"
+
+
 def fail_in_the_second_step() -> None:
     with alone() as fabric:
         model = nn.Linear(2, 1)

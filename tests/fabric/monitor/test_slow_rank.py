@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from delays import Delay, mover, train
+from pipelining import NUM_WORDS, Net, cut_evenly, loss_of
+from torch.optim import SGD
 from worlds import preload
 
 from fabric import Fabric
 from fabric.monitor.slow_rank import SlowRanks
 from fabric.monitor.window import BACKWARD, NUM_LAST, PHASES, SAVING, Arrival, Gathered, Step, pack
+from fabric.strategies import ModelParallelStrategy, Pipeline
 
 NUM_RANKS = 3
 
@@ -38,6 +41,8 @@ WHERE = ["data", "forward", "backward", "optimizer", "saving"]
     [
         *(("ddp", where) for where in WHERE),
         *(pytest.param("fsdp", where, marks=() if where == "backward" else pytest.mark.thorough) for where in WHERE),
+        *(pytest.param("ddp_sharded", where, marks=pytest.mark.thorough) for where in WHERE[:4]),
+        *(pytest.param("deepspeed_stage_2", where, marks=pytest.mark.thorough) for where in WHERE[:4]),
     ],
 )
 def test_the_late_rank_is_named_with_its_phase_and_its_delay(strategy: str, where: str, tmp_path: Path) -> None:
@@ -66,6 +71,40 @@ def test_a_delay_that_moves_from_rank_to_rank_is_passing(tmp_path: Path) -> None
     delay = Delay("forward", seconds=0.12, late=mover(2, NUM_RANKS))
     named = [window["slow"] for window in run("ddp", delay, tmp_path, num_steps=26)]
     assert {each and (each["phase"], each["is_passing"]) for each in named} - {None} == {("forward", True)}
+
+
+def train_in_a_pipeline(fabric: Fabric, delay: Delay, folder: str) -> None:
+    """Each rank has some blocks; `delay` is in the first of them, or in the step."""
+    torch.set_num_threads(1)
+    delay.rank, net = fabric.global_rank, Net()
+    for block in net.blocks.values():
+        block.register_forward_hook(lambda *_: delay.at("forward"))
+    model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.01))
+    optimizer.register_step_pre_hook(lambda *_: delay.at("optimizer"))
+    fabric.monitor(folder, window_steps=6, show=False)
+    for delay.step in range(14):
+        torch.manual_seed(delay.step)
+        tokens, targets = torch.randint(NUM_WORDS, (2, 4, 3))
+        fabric.backward(model(tokens, targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.close()
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize(("where", "named"), [("forward", set()), ("optimizer", {(1, "optimizer", False)})])
+def test_in_a_pipeline_a_rank_is_named_for_what_is_outside_its_schedule(
+    where: str, named: set[Any], tmp_path: Path
+) -> None:
+    preload("delays", "pipelining")
+    stages = Pipeline(degree=2, num_microbatches=2, split=cut_evenly, loss_fn=loss_of)
+    strategy = ModelParallelStrategy(pipeline=stages, data=2)
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, sanitize=False, launcher="forkserver")
+    fabric.launch(train_in_a_pipeline, Delay(where, seconds=0.06), str(tmp_path))
+    slow = [line["slow"] for line in lines_of(tmp_path) if line["kind"] == "window"]
+    assert len(slow) == 2
+    assert {(each["rank"], each["phase"], each["is_passing"]) for each in slow if each} == named
 
 
 @pytest.mark.slow
@@ -144,6 +183,15 @@ def test_who_waits_for_a_processor_is_not_called_slow() -> None:
     assert found_in(*[own(data=0.05)] * 2)[1] is not None
     assert found_in(*[own(data=0.05)] * 2, queued=queued)[1] is None
     assert found_in(*[own(data=0.05).flip(0)] * 2, queued=queued)[1] is None, "the machine is busy"
+
+
+def test_nobody_is_named_where_waits_are_not_recorded_or_two_ranks_are_late() -> None:
+    late = own(data=0.05)
+    late[:2, :, BACKWARD] += 0.05  # the others wait in backward, under Horovod for example
+    assert found_in(late, late) == [None, None]
+    two = own(forward=0.05)
+    two[0] = two[2]  # a stage and the next one, which waits for it in `recv`
+    assert found_in(two, two) == [None, None]
 
 
 def test_a_rank_that_is_late_in_half_of_the_steps_is_not_named() -> None:
