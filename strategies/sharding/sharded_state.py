@@ -13,11 +13,7 @@ from fabric.strategies.checkpoint.state import StateAccess, by_saved_index, conv
 from fabric.strategies.checkpoint.tensors import Stored, TensorShards, in_memory, is_extra_state
 from fabric.strategies.tensors.chunk import whole as whole_chunk
 from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part, shard_like
-from fabric.strategies.tensors.wrapper_subclass import (
-    Wrapped,
-    is_wrapped,
-    plain_state,
-)
+from fabric.strategies.tensors.wrapper_subclass import Wrapped, is_wrapped, plain_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import unittest
 from pathlib import Path
@@ -119,6 +120,11 @@ ENTER = "import sys; sys.stdout.write(f'rank {launch(None).rank}\\n')"
 CALL = "import sys; sys.stdout.write(f'result {launch(function, 21)}\\n')"
 
 
+def printed(done: subprocess.CompletedProcess[str]) -> str:
+    """What the program prints, without the lines of a rank that has waited 5 s for the others on a busy machine."""
+    return "".join(line for line in done.stdout.splitlines(keepends=True) if " waits for " not in line)
+
+
 @pytest.mark.slow
 def test_dash_c_and_stdin_continue_in_every_rank() -> None:
     for done in (run(["-c", lines(ENTER)]), run(["-"], stdin=lines(ENTER))):
@@ -128,7 +134,7 @@ def test_dash_c_and_stdin_continue_in_every_rank() -> None:
 @pytest.mark.slow
 def test_dash_c_and_stdin_run_a_function() -> None:
     for done in (run(["-c", lines(CALL)]), run(["-"], stdin=lines(CALL))):
-        assert done.stdout == "result 42\n", done.stderr
+        assert printed(done) == "result 42\n", done.stderr
 
 
 @pytest.mark.slow
@@ -150,7 +156,7 @@ def test_dash_c_after_a_tensor_operation_says_which_launcher_works() -> None:
 @pytest.mark.slow
 def test_dash_c_after_a_tensor_operation_sends_the_function_by_value() -> None:
     done = run(["-c", lines(CALL, before=HEAT)])
-    assert done.stdout == "result 42\n", done.stderr
+    assert printed(done) == "result 42\n", done.stderr
 
 
 LOCAL = """
@@ -239,10 +245,10 @@ def test_a_module_run_by_name_launches_by_script_and_by_forkserver(tmp_path: Pat
         "import sys\n" + lines("def main():\n    sys.stdout.write(f'{launch(None).launcher}\\n')", word="script")
     )
     done = run(["-m", "package"], PYTHONPATH=str(tmp_path))
-    assert done.stdout == "script\n" * 2, done.stderr
+    assert printed(done) == "script\n" * 2, done.stderr
     (tmp_path / "package" / "alone.py").write_text(lines(f"if __name__ == '__main__':\n    {CALL}", word="forkserver"))
     done = run(["-m", "package.alone"], PYTHONPATH=str(tmp_path))
-    assert done.stdout == "result 42\n", done.stderr
+    assert printed(done) == "result 42\n", done.stderr
 
 
 @pytest.mark.slow
@@ -267,7 +273,7 @@ def test_a_function_by_script_is_refused_and_by_forkserver_runs_twice(tmp_path: 
     for word in ("forkserver", "fork"):
         (tmp_path / "program.py").write_text(lines(twice, word=word))
         done = run([tmp_path / "program.py"])
-        assert done.stdout == "result 42\n" * 2, done.stderr
+        assert printed(done) == "result 42\n" * 2, done.stderr
 
 
 WORKERS = """
