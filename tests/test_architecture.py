@@ -18,7 +18,12 @@ LAYERS = ("fabric", "strategies", "launchers")
 """From the top. A layer may import those after it."""
 PARTS = ("accelerators", "checkpoint", "collectives", "data", "precision")
 """Of `strategies/`: each may import its own folder, `tensors` and `FOR_ALL`."""
-FOR_ALL = ("fabric.launchers.world", "fabric.launchers.private_names")
+FOR_ALL = (
+    "fabric.launchers.world",
+    "fabric.launchers.private_names",
+    "fabric.strategies.step_hooks",
+    "fabric.strategies.undo",
+)
 
 COMPOSED = ("gradients", "module", "sharding", "optimizers")
 """Of `strategies/`, from the bottom: these compose parts, and know no technique. Each may import those before it."""

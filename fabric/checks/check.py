@@ -16,6 +16,7 @@ from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.step_hooks import hook_steps
 
 
 class Check:
@@ -156,7 +157,7 @@ class StepCounter:
             for moment in moments.after_step:
                 moment(stepped)
 
-        return optimizer.register_step_post_hook(count).remove
+        return hook_steps(optimizer, after=count)
 
     def state_dict(self) -> dict[str, Any]:
         """The number, to be saved."""

@@ -16,13 +16,13 @@ from typing import Any, Literal, TypeAlias, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fabric.checks.check import Check, StepCounter
 from fabric.strategies.checkpoint.state import Stateful
 from fabric.strategies.precision.loss_scaler import all_finite
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.step_hooks import hook_steps
 from fabric.strategies.tensors.dtensor import local_part, user_class
 
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
@@ -49,7 +49,7 @@ class GradientGuard(Check):
     ) -> None:
         self._action, self._runtime = on_nonfinite, runtime
         self._is_finite, self._scaler_of = is_finite, scaler_of
-        self._handles: list[RemovableHandle] = []
+        self._removes: list[Callable[[], None]] = []
         self._norms: dict[Optimizer, Tensor] = {}
         self._losses: list[Tensor] = []
         """The losses of the backward passes since the last step."""
@@ -60,12 +60,8 @@ class GradientGuard(Check):
 
     def optimizers_set_up(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
-            before = optimizer.register_step_pre_hook(self._before_step)
             # Strategies' hooks remove gradients: of a step that overflowed, or of other ranks' parameters.
-            optimizer._optimizer_step_pre_hooks.move_to_end(before.id, last=False)  # type: ignore[attr-defined]
-            after = optimizer.register_step_post_hook(self._after_step)
-            optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
-            self._handles += [before, after]
+            self._removes.append(hook_steps(optimizer, self._before_step, self._after_step, is_first=True))
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         if self._has_stepped:
@@ -75,8 +71,8 @@ class GradientGuard(Check):
         self._norms.clear()
 
     def removed(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        for remove in self._removes:
+            remove()
 
     def note_norm(self, optimizers: Iterable[Optimizer], norm: Tensor) -> None:
         """Called when clipping has computed the norm of the current gradients over all ranks."""

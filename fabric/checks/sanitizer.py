@@ -36,6 +36,7 @@ from fabric.strategies.collectives.torch_calls_check import compare_collectives
 from fabric.strategies.data.rng import digest, torch_rng
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.step_hooks import is_base_step
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.nests import tensors_in
 from fabric.strategies.tensors.parameters import parameters_of
@@ -228,6 +229,8 @@ class Watch(Check):
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before the hooks of the optimizer, which may remove gradients that other ranks own."""
+        if is_base_step(optimizer):
+            return
         if self._moments.is_in_backward:
             for each in self._models():
                 if not each.prepared.layout.averages_before_hooks and each.prepared.holds(optimizer):

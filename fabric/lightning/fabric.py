@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fabric.fabric import Fabric as CoreFabric
 from fabric.launchers.launcher_registry import LAUNCHERS
@@ -24,11 +23,12 @@ from fabric.lightning.connector import core_arguments, reduction
 from fabric.lightning.strategies import Strategy, strategy_of
 from fabric.lightning.unsupported import unsupported
 from fabric.lightning.utilities.seed import seed_everything
-from fabric.lightning.wrappers import AfterStep, _FabricDataLoader, _FabricModule, prepared, unwrap
+from fabric.lightning.wrappers import _FabricDataLoader, _FabricModule, prepared, unwrap
 from fabric.output.callbacks import methods
 from fabric.strategies.checkpoint import other_formats
 from fabric.strategies.checkpoint.tensors import gathered
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.step_hooks import hook_steps
 from fabric.strategies.tensors.nests import map_by_path
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class Fabric:
         self._callbacks: list[Any] = [*_several(callbacks)]
         self._models: list[nn.Module] = []
         self._stepped: list[tuple[Optimizer, nn.Module]] = []
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Callable[[], None]] = []
         self._launched = False
 
     def __getattr__(self, name: str) -> Any:
@@ -176,8 +176,8 @@ class Fabric:
 
     def close(self) -> None:
         """Destroy the process group, and restore the environment and the user's objects."""
-        for hook in self._hooks:
-            hook.remove()
+        for remove in self._hooks:
+            remove()
         self.core.close()
         self._models, self._stepped, self._hooks = [], [], []
         self._launched = False
@@ -413,7 +413,10 @@ class Fabric:
 
     def _watch(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_post_hook(AfterStep(self)))
+            self._hooks.append(hook_steps(optimizer, after=self._stepped_by))
+
+    def _stepped_by(self, optimizer: Optimizer, *_: Any) -> None:
+        self.call("on_after_optimizer_step", strategy=self.strategy, optimizer=optimizer)
 
     def _model_of(self, module: nn.Module | None, optimizer: Optimizer) -> nn.Module:
         """The prepared module, or the first one whose parameters the optimizer steps."""

@@ -6,7 +6,7 @@ parameters, buffers and submodules have the names of the user's module.
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from fabric.strategies.tensors.parameters import uncompiled
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys
 
-    from fabric.lightning.fabric import Fabric
 
 __all__ = ["_FabricDataLoader", "_FabricModule", "_FabricOptimizer", "is_wrapped"]
 
@@ -137,21 +136,9 @@ _OWN_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 """The attributes that `nn.Module.__init__` sets: hooks, and the dicts of parameters, buffers and modules."""
 
 
-@final
-class AfterStep:
-    """The step hook of a prepared optimizer: calls `on_after_optimizer_step` of the callbacks that have it."""
-
-    def __init__(self, fabric: "Fabric") -> None:
-        self._fabric = fabric
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._fabric.call("on_after_optimizer_step", strategy=self._fabric.strategy, optimizer=optimizer)
-
-
 class _PreparedOptimizers(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        hooks = getattr(instance, "_optimizer_step_post_hooks", {})
-        return isinstance(instance, Optimizer) and any(isinstance(hook, AfterStep) for hook in hooks.values())
+        return isinstance(instance, Optimizer) and "_set_up" in vars(instance)
 
 
 class _FabricOptimizer(metaclass=_PreparedOptimizers):

@@ -20,6 +20,7 @@ from fabric.strategies.data.loop_progress import NOT_COUNTED, End, LoopProgress,
 from fabric.strategies.data.partition import length_of, once
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
+from fabric.strategies.step_hooks import hook_steps
 from fabric.strategies.tensors.parameters import parameters_of
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ class Accumulation:
         """Make a step of these optimizers raise RuntimeError if gradients of a window were not synchronised."""
         for optimizer in optimizers:
             if optimizer not in self._guarded:
-                self._guarded[optimizer] = optimizer.register_step_pre_hook(self._check).remove
+                self._guarded[optimizer] = hook_steps(optimizer, self._check)
 
     def release(self) -> None:
         """Remove the guard from the optimizers."""

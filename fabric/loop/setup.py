@@ -31,6 +31,7 @@ from fabric.strategies.module.model_checks import refuse_different_models
 from fabric.strategies.optimizers.owners import needs_owners
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Layout, Runtime
+from fabric.strategies.step_hooks import hook_steps
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.tensors.dtensor import user_class
 from fabric.strategies.tensors.parameters import parameters_of, uncompiled
@@ -325,7 +326,7 @@ class SetUp:
             self.counters.append(counter)
             undo.callback(counter.attach(optimizer, runtime.loop_progress, self._moments))
             if self._moments.before_step:
-                undo.callback(optimizer.register_step_pre_hook(self._moments.stepping).remove)
+                undo.callback(hook_steps(optimizer, self._moments.stepping))
         if self.accumulation.repeated is not None:
             self.accumulation.guard(optimizers)
         for moment in self._moments.optimizers_set_up:

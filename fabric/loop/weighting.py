@@ -21,6 +21,7 @@ from fabric.strategies.collectives.collective import HOST_DEVICES, Collective
 from fabric.strategies.gradients.sync import Factor, GradientSync, average, scale_gradients
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.step_hooks import hook_steps
 from fabric.strategies.tensors.dtensor import as_sharded, local_part
 from fabric.strategies.tensors.gradient_placeholder import GradientPlaceholder
 from fabric.strategies.tensors.parameters import parameters_of, uncompiled
@@ -208,7 +209,7 @@ class ClosureLoss:
         it."""
         if not isinstance(optimizer, LBFGS) or self._collective.size == 1:
             return lambda: None
-        return optimizer.register_step_pre_hook(self._wrap).remove
+        return hook_steps(optimizer, self._wrap)
 
     def _wrap(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of `step` with the closure wrapped. `args[0]` is the optimizer."""

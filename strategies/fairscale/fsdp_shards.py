@@ -25,6 +25,7 @@ from fabric.strategies.checkpoint.state import PLAIN, KeepsNamesAndShapes, State
 from fabric.strategies.checkpoint.tensors import TensorShards, flat_shard, in_memory
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.optimizers.owners import held_state, refuse_part
+from fabric.strategies.step_hooks import hook_steps
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.undo import undo_all
@@ -87,8 +88,7 @@ def attach_optimizer(
         entries.update({name: _sliced_entry(name, value, parameter, collective) for name, value in entries.items()})
     return undo_all(
         (
-            optimizer.register_step_pre_hook(before_step).remove,
-            optimizer.register_step_post_hook(after_step).remove,
+            hook_steps(optimizer, before_step, after_step),
             optimizer.register_state_dict_pre_hook(refuse_part).remove,
             optimizer.register_load_state_dict_pre_hook(partial(_cut_state, collective)).remove,
         )

@@ -51,6 +51,7 @@ from fabric.strategies.optimizers.owners import OwnersState, refuse_part
 from fabric.strategies.prepared import Prepared, place, replica
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Layout, Runtime
+from fabric.strategies.step_hooks import hook_steps
 from fabric.strategies.tensors.gradient_placeholder import GradientPlaceholder
 from fabric.strategies.tensors.parameters import name_some, parameters_of
 from fabric.strategies.undo import undo_all
@@ -291,8 +292,7 @@ class FairScaleShardedGradientSync(GradientSync):
     def _attach(self, optimizer: Optimizer) -> list[Callable[[], None]]:
         self._drop_others(optimizer)
         return [
-            optimizer.register_step_pre_hook(self._before_step).remove,
-            optimizer.register_step_post_hook(self._after_step).remove,
+            hook_steps(optimizer, self._before_step, self._after_step),
             optimizer.register_state_dict_pre_hook(refuse_part).remove,
         ]
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabric.strategies.optimizers.elementwise import updates_each
 from fabric.strategies.optimizers.owners import has_shards, with_closure
+from fabric.strategies.step_hooks import hook_steps
 from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.nests import map_only_tensors
 from fabric.strategies.undo import undo_all
@@ -32,8 +33,7 @@ def step_mixed_groups(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
     for optimizer in optimizers:
         if any(map(_is_mixed, optimizer.param_groups)):
             written: _Options = []
-            undos.append(optimizer.register_step_pre_hook(partial(_step_one_by_one, written)).remove)
-            undos.append(optimizer.register_step_post_hook(partial(_restore, written)).remove)
+            undos.append(hook_steps(optimizer, partial(_step_one_by_one, written), partial(_restore, written)))
     return undo_all(undos)
 
 
@@ -61,9 +61,7 @@ def sum_over_shards_in_steps(optimizers: Iterable[Optimizer]) -> Callable[[], No
     """
     unknown = [each for each in optimizers if has_shards(each) and updates_each(each) is None]
     readers = [(each, _SumsOverShards()) for each in unknown]  # type: ignore[no-untyped-call]
-    before = [each.register_step_pre_hook(numbers.before_step).remove for each, numbers in readers]
-    after = [each.register_step_post_hook(numbers.after_step).remove for each, numbers in readers]
-    return undo_all(before + after)
+    return undo_all(hook_steps(each, numbers.before_step, numbers.after_step) for each, numbers in readers)
 
 
 @final

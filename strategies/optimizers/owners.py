@@ -27,6 +27,7 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.optimizers.elementwise import takes_plain_tensors, updates_each
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.sharded_state import ShardedState
+from fabric.strategies.step_hooks import hook_steps
 from fabric.strategies.tensors.chunk import Chunk
 from fabric.strategies.tensors.chunk import whole as whole_chunk
 from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part
@@ -121,8 +122,7 @@ class _OwnedSteps:
 
     def attach(self) -> list[Callable[[], None]]:
         return [
-            self._optimizer.register_step_pre_hook(self._before_step).remove,
-            self._optimizer.register_step_post_hook(lambda *_: self._send_back()).remove,
+            hook_steps(self._optimizer, self._before_step, lambda *_: self._send_back()),
             self._optimizer.register_state_dict_pre_hook(refuse_part).remove,
         ]
 

@@ -9,12 +9,16 @@ Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; growth and b
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from fabric.strategies.step_hooks import hook_steps
+from fabric.strategies.undo import undo_all
 
 _GROWTH, _BACKOFF = 2.0, 0.5
 
@@ -63,17 +67,9 @@ class LossScaler:
         Returns a function that removes the hooks.
         """
         self._known[optimizer] = _Gradients()
-        handles = (
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+        return undo_all(
+            (hook_steps(optimizer, self._before_step, self._after_step), partial(self._known.pop, optimizer, None))
         )
-
-        def detach() -> None:
-            for handle in handles:
-                handle.remove()
-            self._known.pop(optimizer, None)
-
-        return detach
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to call `backward` on. Existing gradients are brought to the same scale."""

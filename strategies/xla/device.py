@@ -19,6 +19,7 @@ from fabric.strategies.module.deepcopy import Hook
 from fabric.strategies.precision.precision import cast_module
 from fabric.strategies.prepared import attach_scaler, move_state
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.step_hooks import hook_steps
 from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.undo import undo_all
 
@@ -142,8 +143,7 @@ def _unbias_statistics(module: nn.Module) -> Callable[[], None]:
 
 def _mark_steps(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """Mark a step after each step of an optimizer. Returns a function that removes the hooks."""
-    handles = [optimizer.register_step_post_hook(_mark) for optimizer in optimizers]
-    return undo_all([handle.remove for handle in handles])
+    return undo_all([hook_steps(optimizer, after=_mark) for optimizer in optimizers])
 
 
 def prepare_optimizers(runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:

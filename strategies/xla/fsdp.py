@@ -23,6 +23,7 @@ from fabric.strategies.data.transfer import movables
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared, replica
 from fabric.strategies.runtime import Runtime, open_runtime
+from fabric.strategies.step_hooks import hook_steps
 from fabric.strategies.undo import undo_all
 from fabric.strategies.xla.device import (
     XLAState,
@@ -131,8 +132,7 @@ def _is_marked(tensor: Tensor) -> bool:
 
 def _shard_states(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """Shard optimizer states like their parameters after each step. Returns a function that removes the hooks."""
-    handles = [optimizer.register_step_post_hook(_shard_state) for optimizer in optimizers]
-    return undo_all([handle.remove for handle in handles])
+    return undo_all([hook_steps(optimizer, after=_shard_state) for optimizer in optimizers])
 
 
 def _shard_state(optimizer: Optimizer, *_: Any) -> None:
