@@ -104,7 +104,7 @@ device:  ## What test-device and test-today need; PyPI's newest torch, 526 MB, i
 
 test-device: device  ## Tests on CUDA and NCCL, pretended on a machine without a GPU (tests/device/README.md)
 test-device-thorough: device  ## The strategies and cases that test-device leaves out
-test-today: device  ## The tests of `make test` over PyPI's newest torch, its CUDA build, on a machine without a driver
+test-today: device  ## Tests of `make test` that another torch could change, over PyPI's newest, its CUDA build, without a driver
 test-device test-device-thorough test-today:
 	@! $(MAKE) --question $(DEVICE)/torch.done || $(MAKE) $(subst test,test-on,$@)
 

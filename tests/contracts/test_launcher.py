@@ -72,7 +72,7 @@ def outcome(word: str, size: int, case: str) -> list[Any]:
         program.write_text(PROGRAM)
         done = run([*before, program, word, str(size), case], fresh=word == "spawn")
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines() if " waits for " not in line]  # on a busy machine
 
 
 @pytest.mark.parametrize(("word", "size"), STARTING)
