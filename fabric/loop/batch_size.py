@@ -42,10 +42,7 @@ def find_batch_size(function: Callable[[int], object], objects: SetUp, start: in
 
     fitting, failing, size = 0, most + 1, start
     while failing - fitting > 1:
-        if fits(size):
-            fitting = size
-        else:
-            failing = size
+        fitting, failing = (size, failing) if fits(size) else (fitting, size)
         size = min(2 * fitting, most) if failing > most else max((fitting + failing) // 2, 1)
     if not fitting:
         raise torch.OutOfMemoryError(
@@ -57,14 +54,13 @@ def find_batch_size(function: Callable[[int], object], objects: SetUp, start: in
 
 def _runs(function: Callable[[int], object], size: int) -> bool:
     """Whether the function runs with this batch size. What it has allocated is given back."""
+    is_fitting = True
     try:
         function(size)
     except (MemoryError, RuntimeError) as error:  # `torch.OutOfMemoryError` is a RuntimeError
+        is_fitting = False
         if not _is_of_memory(error):
             raise
-        is_fitting = False
-    else:
-        is_fitting = True
     gc.collect()  # the frames of an exception may be in reference cycles
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

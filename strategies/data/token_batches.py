@@ -7,7 +7,7 @@ ranks in turn, and splits the last ones until each rank has one (`BatchCut`), so
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, TypeAlias, TypeVar, final, get_args
 
@@ -68,37 +68,29 @@ def token_batches(
         raise TypeError("`token_batches(pack=True, collate_fn=...)`: each makes the batch. Pass one of them.")
     collate = packed if pack else collate_fn or list
     measure = length if callable(length) else _num_tokens
-    budget = _Budget(max_tokens, too_long)
+    allowed = partial(_allowed, max_tokens=max_tokens, too_long=too_long)
     if isinstance(dataset, IterableDataset):
-        return DataLoader(TokenStream(dataset, measure, budget), batch_size=None, collate_fn=collate, **options)
+        stream = TokenStream(dataset, measure, allowed, max_tokens)
+        return DataLoader(stream, batch_size=None, collate_fn=collate, **options)
     if length is None or callable(length):
-        lengths = [measure(dataset[index]) for index in range(len(dataset))]
-    else:
-        lengths = list(map(int, length))
+        length = [measure(dataset[index]) for index in range(len(dataset))]
+    lengths = [*map(int, length)]
     if len(lengths) != len(dataset):
         raise ValueError(f"`length` has {len(lengths)} entries, and the dataset {len(dataset)} samples: pass one each.")
     order = DataLoader(dataset, shuffle=shuffle, sampler=sampler, generator=generator).sampler
-    batches = TokenBatchSampler(order, [budget.allowed(each, index) for index, each in enumerate(lengths)], max_tokens)
+    batches = TokenBatchSampler(order, [allowed(each, index) for index, each in enumerate(lengths)], max_tokens)
     samples = _CutSamples(dataset, max_tokens) if too_long == "cut" else dataset
     return DataLoader(samples, batch_sampler=batches, collate_fn=collate, **options)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Budget:
-    max_tokens: int
-    too_long: TooLong
-
-    def allowed(self, length: int, index: int) -> int:
-        """The tokens that a sample has in its batch. Raises: ValueError: it is too long."""
-        if length <= self.max_tokens or self.too_long == "alone":
-            return length
-        if self.too_long == "cut":
-            return self.max_tokens
+def _allowed(length: int, index: int, max_tokens: int, too_long: TooLong) -> int:
+    """The tokens that a sample has in its batch. Raises: ValueError: it is too long."""
+    if length > max_tokens and too_long == "error":
         raise ValueError(
-            f"Sample {index} has {length} tokens, and a batch takes {self.max_tokens}. Pass `too_long='alone'` for a "
-            f"batch of its own, `too_long='cut'` for its first {self.max_tokens} tokens, or a larger `max_tokens`."
+            f"Sample {index} has {length} tokens, and a batch takes {max_tokens}. Pass `too_long='alone'` for a batch "
+            f"of its own, `too_long='cut'` for its first {max_tokens} tokens, or a larger `max_tokens`."
         )
+    return min(length, max_tokens) if too_long == "cut" else length
 
 
 @final
@@ -122,8 +114,10 @@ class TokenStream(IterableDataset[list[Any]]):
     would read a part in each worker finds that it is read by one.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], measure: Callable[[Any], int], budget: _Budget) -> None:
-        self.dataset, self.measure, self.budget = dataset, measure, budget
+    def __init__(
+        self, dataset: Any, measure: Callable[[Any], int], allowed: Callable[[int, int], int], max_tokens: int
+    ) -> None:
+        self.dataset, self.measure, self.allowed, self.max_tokens = dataset, measure, allowed, max_tokens
         self._worker: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -132,7 +126,7 @@ class TokenStream(IterableDataset[list[Any]]):
 
     def batches(self) -> Iterator[list[Any]]:
         """All batches."""
-        return _filled(self._measured(), self.budget.max_tokens)
+        return _filled(self._measured(), self.max_tokens)
 
     def enter_worker(self) -> tuple[int, int]:
         """The number of this worker, and of all: see Note [Workers of a token stream]. Called before reading."""
@@ -147,7 +141,7 @@ class TokenStream(IterableDataset[list[Any]]):
     def _measured(self) -> Iterator[tuple[Any, int]]:
         for index, sample in enumerate(self.dataset):
             num_tokens = self.measure(sample)
-            allowed = self.budget.allowed(num_tokens, index)
+            allowed = self.allowed(num_tokens, index)
             yield sample if allowed == num_tokens else _first_tokens(sample, allowed), allowed
 
     def set_epoch(self, epoch: int) -> None:
@@ -197,13 +191,8 @@ class _CutSamples(Dataset[Any]):
         return len(self.dataset)
 
 
-def _tokens_of(sample: Any) -> Any:
-    """The field of a sample that has its tokens."""
-    return sample["input_ids"] if isinstance(sample, Mapping) else sample
-
-
 def _num_tokens(sample: Any) -> int:
-    return len(_tokens_of(sample))
+    return len(sample["input_ids"] if isinstance(sample, Mapping) else sample)
 
 
 def _first_tokens(sample: Any, max_tokens: int) -> Any:

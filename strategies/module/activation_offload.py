@@ -38,13 +38,8 @@ class _Side:
     """The stream for copies on each device, and what the last forward of a submodule has saved."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.Stream] = {}
+        self.stream = functools.cache(torch.Stream)
         self.latest: ref[_Saved] | None = None
-
-    def stream(self, device: torch.device) -> torch.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.Stream(device)
-        return self._streams[device]
 
 
 @final
@@ -88,17 +83,11 @@ class _Saved:
 
     def fetch(self) -> None:
         """Start to copy all of it to the device, and then what was saved before it."""
-        if not self._is_fetched:
-            self._is_fetched = True
-            self._start()
-            before = None if self._before is None else self._before()
-            if before is not None:
-                before._start()
-
-    def _start(self) -> None:
-        for each in reversed(self.tensors):  # backward reads the last first
-            tensor = each()
-            if tensor is not None:
+        if self._is_fetched:
+            return
+        self._is_fetched, before = True, None if self._before is None else self._before()
+        for each in (*reversed(self.tensors), *reversed([] if before is None else before.tensors)):  # as backward reads
+            if (tensor := each()) is not None:
                 tensor.fetch()
 
 
