@@ -2,7 +2,8 @@
 
 It writes docs/measurements/bench.md. `BENCH_ARGS='sharded memory'` chooses parts of it, and BENCH_ROUNDS in the
 environment limits the rounds:
-imports, programs, launches, start, many_ranks, process, ranks, numbers, sharded, memory, peaks, checkpoints, verify.
+imports, programs, launches, start, many_ranks, process, ranks, numbers, monitor, sharded, memory, peaks, checkpoints,
+verify.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import rivals
 import torch
 from checkpoints import checkpoints
 from in_process import one_process, one_rank, two_ranks
+from monitor_cost import monitor
 from numbers_cost import numbers
 from peaks import peaks
 from rich.console import Console
@@ -46,6 +48,7 @@ PARTS = {
     "process": one_process,
     "ranks": ranks,
     "numbers": exact_numbers,
+    "monitor": monitor,
     "sharded": steps,
     "memory": memory,
     "peaks": peaks,

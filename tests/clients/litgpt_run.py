@@ -10,8 +10,8 @@ in each rank.
 
 `LIBRARY`: lightning or fabric. Over fabric, `import lightning as L; L.Fabric` and every `lightning.fabric.X` for which
 there is a `fabric.lightning.X` are ours before litgpt is imported; what else litgpt takes from Lightning (its data
-module, two private loaders of weights) stays. `SCRIPT`: pretrain, full or lora. `STRATEGY`: `script`, the one that the
-script chooses by itself (fsdp, or a mesh), or a word that takes its place. The losses are in
+module, two private loaders of weights) stays. `SCRIPT`: pretrain, or one of finetune. `STRATEGY`: `script`, the one
+that the script chooses by itself (fsdp, or a mesh), or a word that takes its place. The losses are in
 `FOLDER/out/logs/csv/version_0/metrics.csv`, where the script's own logger writes them.
 """
 
@@ -35,7 +35,7 @@ MODEL = {
     "block_size": BLOCK,
     "vocab_size": VOCABULARY,
     "padded_vocab_size": VOCABULARY,
-    "n_layer": 2,
+    "n_layer": 3,  # adapters begin in the third
     "n_head": 2,
     "n_embd": 16,
     "rotary_percentage": 1.0,
@@ -185,7 +185,7 @@ def run(checkpoint: Path, script: str, devices: int, out: Path) -> None:
         eval=EvalArgs(interval=2, max_new_tokens=4, max_iters=2),
         logger_name="csv",
         optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
-        **({"lora_dropout": 0.0} if script == "lora" else {}),
+        **({"lora_dropout": 0.0} if script.startswith("lora") else {}),
     )
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import litgpt_run
 import pytest
 
+THROUGHPUT = ("batches", "samples", "lengths")
+"""What litgpt logs from `ThroughputMonitor`, without the times."""
 Losses = list[tuple[str, float]]
 RUN = Path(litgpt_run.__file__)
 
@@ -42,21 +44,24 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Losses]:
 def call(words: str) -> None:
     environ = {**os.environ, "LITGPT_RUN": words, "TORCHDYNAMO_DISABLE": "1"}
     command = [sys.executable, str(RUN), "tiny"]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    # lora_legacy takes the folder of the checkpoint from the command line, relative to where it runs.
+    where = Path(words.split()[0]).parent
+    ended = subprocess.run(command, env=environ, cwd=where, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
 
 
 def read(file: Path) -> Losses:
     with file.open(newline="") as lines:
         rows = list(csv.DictReader(lines))
-    found = [(name, float(row[name])) for row in rows for name in ("loss", "val_loss") if row.get(name)]
+    logged = ("loss", "val_loss", *THROUGHPUT)
+    found = [(name, float(row[name])) for name in logged for row in rows if row.get(name)]
     assert len(found) > 6, rows
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("script", ["pretrain", "full", "lora"])
+@pytest.mark.parametrize("script", ["pretrain", "full", "lora", "lora_legacy", "adapter", "adapter_v2"])
 def test_one_rank_logs_the_losses_of_lightning_fabric_to_the_last_digit(
     script: str, losses: Callable[..., Losses]
 ) -> None:
