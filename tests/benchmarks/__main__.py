@@ -2,8 +2,8 @@
 
 It writes docs/measurements/bench.md. `BENCH_ARGS='sharded memory'` chooses parts of it, and BENCH_ROUNDS in the
 environment limits the rounds:
-imports, programs, launches, start, many_ranks, process, ranks, numbers, monitor, sharded, memory, peaks, checkpoints,
-verify.
+imports, programs, launches, start, many_ranks, process, ranks, numbers, monitor, sharded, memory, peaks, offload,
+checkpoints, verify.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from checkpoints import checkpoints
 from in_process import one_process, one_rank, two_ranks
 from monitor_cost import monitor
 from numbers_cost import numbers
+from offload import offload
 from peaks import peaks
 from rich.console import Console
 from rich.table import Table
@@ -52,6 +53,7 @@ PARTS = {
     "sharded": steps,
     "memory": memory,
     "peaks": peaks,
+    "offload": offload,
     "checkpoints": checkpoints,
     "verify": verify,
 }
