@@ -5,10 +5,11 @@ that leaves its loop early takes part in the remaining buckets until all ranks h
 checkpoint is made of (`StateAccess.read_module`); tensors that every rank holds whole are copied, not sent.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import groupby
+from importlib import import_module
+from itertools import chain, groupby
 from operator import add
 from typing import Any, NamedTuple, final
 
@@ -62,19 +63,14 @@ class _Planned:
 
 
 class _Piece(NamedTuple):
-    """The elements `part` of a chunk, at `start` bytes of a message. `number`: of the tensor in its bucket."""
+    """The elements `part` of a chunk, from `start` to `stop` in the bytes of a message. `number`: of the tensor in its
+    bucket."""
 
     number: int
     chunk: Chunk
     part: Chunk
     start: int
-
-
-class _Message(NamedTuple):
-    """What one rank sends at a time."""
-
-    pieces: Sequence[_Piece]
-    num_bytes: int
+    stop: int
 
 
 @final
@@ -94,70 +90,76 @@ def weights(runtime: Runtime, module: nn.Module, access: StateAccess, wanted: Wa
     collective, dtype = runtime.collective, wanted.dtype
     with torch.inference_mode(False), torch.no_grad():
         held = access.read_module(module)
+    in_four_bits = _in_four_bits(module, wanted)
     if wanted.dequantize:
-        held = _unquantised(module, held)
+        held = _unquantised(module, held, tuple(f"{name}." for name in in_four_bits))
     own = {
         name: value if isinstance(value, TensorShards) else replicated(value, (0,) if collective.rank == 0 else ())
         for name, value in held.items()
         if isinstance(value, (Tensor, TensorShards))
     }
     adapters = _Adapters(module) if wanted.merge_adapters else None
-    parts = collective.all_gather_object(_described(own, collective.rank))
+    parts = collective.all_gather_object(_described(module, own, collective.rank))
     layers: Mapping[str, nn.Module] = {} if adapters is None else adapters.layers
-    buckets = list(_filled(_planned(parts, layers, dtype), wanted.bucket_bytes))
+    buckets = list(_filled(_planned(parts, layers, in_four_bits, dtype), wanted.bucket_bytes))
     gather = partial(_gather, collective, runtime.device, own)
+    any_rank = partial(collective.reduce_boolean_decision, require_all=False)
 
     def named(bucket: Sequence[_Planned]) -> list[tuple[str, Tensor]]:
-        found = [(each, tensor) for each, tensor in zip(bucket, gather(bucket), strict=True)]
-        pairs = [(each.name, tensor) for each, tensor in found] if adapters is None else adapters.merged(found, dtype)
-        return [(wanted.prefix + name, tensor) for name, tensor in pairs]
+        found = list(zip(bucket, gather(bucket), strict=True))
+        return [(each.name, tensor) for each, tensor in found] if adapters is None else adapters.merged(found, dtype)
 
-    reading = _read(buckets, named, gather, partial(collective.reduce_boolean_decision, require_all=False))
+    def read(bucket: Sequence[_Planned]) -> Iterator[tuple[str, Tensor]]:
+        pairs = named(bucket)[::-1]
+        while pairs:  # without a reference to a tensor that the loop has dropped
+            name, tensor = pairs.pop()
+            if wanted.dequantize and name in in_four_bits:
+                functional: Any = import_module("bitsandbytes.functional")
+                with torch.inference_mode(False), torch.no_grad():
+                    tensor = functional.dequantize_4bit(tensor, in_four_bits[name]).to(dtype)
+            yield wanted.prefix + name, tensor
+
+    def read_all() -> Iterator[tuple[str, Tensor]]:
+        remaining = iter(buckets)
+        try:
+            yield "", torch.empty(0)
+            for bucket in remaining:
+                any_rank(True)
+                yield from read(bucket)
+        except GeneratorExit:  # the loop of this rank has ended: it gathers until no rank reads
+            for bucket in remaining:
+                if not any_rank(False):
+                    break
+                gather(bucket)
+            raise
+
+    reading = read_all()
     next(reading)  # started, so that it takes part in the buckets of others even where this rank reads none
     return reading
 
 
-def _read(
-    buckets: Sequence[Sequence[_Planned]],
-    named: Callable[[Sequence[_Planned]], list[tuple[str, Tensor]]],
-    gather: Callable[[Sequence[_Planned]], object],
-    any_rank: Callable[[bool], bool],
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield a start, then the tensors of all buckets. A rank whose loop has ended gathers until no rank reads."""
-    remaining = iter(buckets)
-    pairs: list[tuple[str, Tensor]] = []
-    try:
-        yield "", torch.empty(0)
-        for bucket in remaining:
-            any_rank(True)
-            pairs = named(bucket)[::-1]
-            while pairs:  # without a reference to a tensor that the loop has dropped
-                yield pairs.pop()
-    except GeneratorExit:
-        pairs.clear()
-        for bucket in remaining:
-            if not any_rank(False):
-                break
-            gather(bucket)
-        raise
-
-
-def _described(own: Mapping[str, TensorShards], rank: int) -> dict[str, _Part]:
+def _described(module: nn.Module, own: Mapping[str, TensorShards], rank: int) -> dict[str, _Part]:
+    named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    present = {name: id(each) for name, each in named}  # XLA's tensors have no address in memory
     known: dict[Any, str] = {}
     described = {}
     for name, each in own.items():
         shards = each.shards if rank in each.holders else ()
         memory = (each.shape, *(memory_of(part) for _, part in shards))
-        tied_to = known.setdefault(memory, name) if shards else name
+        first = known.setdefault(present.get(name, name), name)
+        first = known.setdefault(memory, first) if shards else first
         chunks = tuple(chunk for chunk, _ in shards)
         described[name] = _Part(
-            shape=each.shape, dtype=each.dtype, chunks=chunks, tied_to=None if tied_to == name else tied_to
+            shape=each.shape, dtype=each.dtype, chunks=chunks, tied_to=None if first == name else first
         )
     return described
 
 
 def _planned(
-    parts: Sequence[Mapping[str, _Part]], layers: Mapping[str, nn.Module], dtype: torch.dtype | None
+    parts: Sequence[Mapping[str, _Part]],
+    layers: Mapping[str, nn.Module],
+    in_four_bits: Collection[str],
+    dtype: torch.dtype | None,
 ) -> Iterator[_Planned]:
     """All tensors in rank 0's order, each with the ranks that hold its chunks; tied ones once."""
     for name in dict.fromkeys(name for of_rank in parts for name in of_rank):
@@ -169,8 +171,8 @@ def _planned(
             holders.update({chunk: (*holders.get(chunk, ()), rank) for chunk in each.chunks})
         first = next((each for each in found.values() if each.chunks), next(iter(found.values())))
         layer = _layer_of(name, layers)
-        is_cast = dtype is not None and first.dtype.is_floating_point and layer is None
-        kept = dtype if is_cast and dtype is not None else first.dtype
+        is_kept = layer is not None or name in in_four_bits or not first.dtype.is_floating_point
+        kept = first.dtype if is_kept or dtype is None else dtype
         yield _Planned(name=name, shape=first.shape, dtype=kept, holders=holders, layer=layer)
 
 
@@ -220,7 +222,7 @@ def _gather(
 
     def elements(row: Tensor, piece: _Piece) -> Tensor:
         dtype = bucket[piece.number].dtype
-        return row[piece.start : piece.start + piece.part.numel * dtype.itemsize].view(dtype).view(piece.part.shape)
+        return row[piece.start :].view(dtype)[: piece.part.numel].view(piece.part.shape)
 
     def packed(pieces: Sequence[_Piece], num_bytes: int) -> Tensor:
         row = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -228,17 +230,15 @@ def _gather(
             elements(row, piece).copy_(held(piece.number, piece.chunk)[piece.part.slices_in(piece.chunk)])
         return row
 
-    def unpack(row: Tensor, pieces: Sequence[_Piece]) -> None:
-        for piece in pieces:
-            everything = whole(bucket[piece.number].shape)
-            made[piece.number][piece.part.slices_in(everything)].copy_(elements(row, piece))
-
-    def exchange(message: Mapping[int, _Message]) -> None:
-        mine, longest = message.get(collective.rank, _Message((), 0)), max(each.num_bytes for each in message.values())
-        rows = collective.all_gather(packed(mine.pieces, longest)) if is_even else None
-        for rank, (pieces, num_bytes) in message.items():
-            sent = mine.pieces if rank == collective.rank else ()
-            unpack(collective.broadcast(packed(sent, num_bytes), src=rank) if rows is None else rows[rank], pieces)
+    def exchange(message: Mapping[int, Sequence[_Piece]]) -> None:
+        mine, longest = message.get(collective.rank, ()), max(pieces[-1].stop for pieces in message.values())
+        rows = collective.all_gather(packed(mine, longest)) if is_even else None
+        for rank, pieces in message.items():
+            sent = mine if rank == collective.rank else ()
+            row = collective.broadcast(packed(sent, pieces[-1].stop), src=rank) if rows is None else rows[rank]
+            for piece in pieces:
+                everything = whole(bucket[piece.number].shape)
+                made[piece.number][piece.part.slices_in(everything)].copy_(elements(row, piece))
 
     with torch.inference_mode(False), torch.no_grad():
         made = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in bucket]
@@ -251,28 +251,32 @@ def _gather(
     return made
 
 
-def _messages(bucket: Sequence[_Planned], chunks: Sequence[tuple[int, Chunk]], num_bytes: int) -> Iterator[_Message]:
+def _messages(
+    bucket: Sequence[_Planned], chunks: Sequence[tuple[int, Chunk]], num_bytes: int
+) -> Iterator[list[_Piece]]:
     """What one rank sends of a bucket, in messages of about so many bytes."""
     pieces: list[_Piece] = []
     filled = 0
-    for index, chunk in chunks:
-        itemsize, start = bucket[index].dtype.itemsize, 0
+    for number, chunk in chunks:
+        itemsize, start = bucket[number].dtype.itemsize, 0
         while start < chunk.numel:
             stop = min(start + max((num_bytes - filled) // itemsize, 1), chunk.numel)
             for part in chunks_of_range(chunk.shape, start, stop):
-                offsets = tuple(map(add, chunk.offsets, part.offsets))
-                pieces.append(_Piece(index, chunk, Chunk(offsets, part.shape), filled))
-                filled += -(-part.numel * itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                there = Chunk(tuple(map(add, chunk.offsets, part.offsets)), part.shape)
+                begin, filled = filled, filled + -(-part.numel * itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                pieces.append(_Piece(number, chunk, there, begin, filled))
             start = stop
             if filled >= num_bytes:
-                yield _Message(pieces, filled)
+                yield pieces
                 pieces, filled = [], 0
     if pieces:
-        yield _Message(pieces, filled)
+        yield pieces
 
 
-def _unquantised(module: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with each wrapped tensor in place of its plain ones; it is dequantised when it is sent."""
+def _unquantised(module: nn.Module, held: Mapping[str, Any], left_out: tuple[str, ...]) -> dict[str, Any]:
+    """The state with each wrapped tensor in place of its plain ones; it is dequantised when it is sent.
+
+    `left_out`: beginnings of names."""
     state: dict[str, Any] = {}
     wrapped = {
         key: (name, each.detach())
@@ -282,8 +286,35 @@ def _unquantised(module: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
     }
     for key, value in held.items():
         name, tensor = wrapped.get(key, (key, value))
-        state[name] = tensor
+        if not key.startswith(left_out):
+            state[name] = tensor
     return state
+
+
+def _in_four_bits(module: nn.Module, wanted: Wanted) -> dict[str, Any]:
+    """How bitsandbytes has quantised its weights in 4 bits, by their names. They are gathered as they are stored."""
+    found = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        weight = part._parameters.get("weight")
+        if weight is not None and any(kind.__module__.startswith("bitsandbytes.") for kind in type(part).__mro__):
+            state = getattr(weight, "quant_state", None) or getattr(part, "quant_state", None)
+            if state is not None:
+                found[f"{path}.weight".lstrip(".")] = state
+            elif wanted.dequantize and not weight.is_floating_point():
+                raise ValueError(_NOT_IN_FOUR_BITS.format(layer=path, kind=type(part).__name__))
+    if found and wanted.merge_adapters:
+        raise ValueError(_NOT_MERGED.format(name=next(iter(found))))
+    return found
+
+
+_NOT_IN_FOUR_BITS = (
+    "`fabric.weights(model, dequantize=True)`: `{layer}` is a `{kind}` of bitsandbytes; only 4 bits are dequantised. "
+    "Use `Linear4bit`, or leave `dequantize` out, and dequantise what is sent."
+)
+_NOT_MERGED = (
+    "`fabric.weights(model, merge_adapters=True)`: bitsandbytes has quantised `{name}`, and would round the sum. "
+    "Send the base with `dequantize=True`, and the adapter by itself, and merge them where they arrive."
+)
 
 
 def _layer_of(name: str, layers: Mapping[str, nn.Module]) -> str | None:

@@ -96,6 +96,7 @@ _CASES = (
     ),
     _case(loops.moving_average, "a moving average of the weights, evaluated, saved and loaded between steps", "ema"),
     _case(loops.written_weights, "whole weights that are written between steps"),
+    _case(loops.rollouts, "generation with whole weights, and whole weights a bucket at a time, between steps", "save"),
     _trained("unused", "a layer that is unused in every second step", "unused", kinds=("spare",)),
     _trained("methods", "a loss computed by another method of the model than forward", "methods", by_method=True),
     _case(loops.policy, "a forward that returns a distribution, for a loss of its attributes"),

@@ -7,7 +7,7 @@ import copy
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, cycle, islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -470,6 +470,27 @@ def written_weights(loop: Loop, trial: Trial) -> Outcome:
             for weight in run.model.parameters():
                 weight[:1].mul_(0.5)
     return run.finished()
+
+
+def rollouts(loop: Loop, trial: Trial) -> Outcome:
+    """Between steps, ranks generate different numbers of tokens, and read whole weights, all of them or a part."""
+    run = Run(loop, trial, trial.net(tied="tied" not in trial.lacks), "adamw")
+    run.epoch()
+    tokens = loop.to_device(trial.probe())
+    with loop.gathered(run.model, for_forward=True):
+        for _ in range(2 + loop.global_rank):
+            tokens = torch.cat([tokens, run.model(tokens).argmax(dim=-1, keepdim=True)], dim=-1)
+    of_ranks = loop.all_gather(tokens[:, : trial.sizes.length + 2]).cpu().unique(dim=0)
+    num_bytes = trial.draw("bucket").choice((1, 300, 2**20))
+    weights = {name: tensor.cpu() for name, tensor in loop.weights(run.model, bucket_bytes=num_bytes)}
+    state = loop.state_dict(run.model, all_ranks=True)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in weights.items())
+    for _ in loop.weights(run.model, bucket_bytes=1):
+        if loop.is_global_zero:
+            break
+    run.epoch()
+    found = run.finished()
+    return replace(found, saved={**found.saved, "tokens": of_ranks, "weights": weights})
 
 
 def evaluate(loop: Loop, trial: Trial) -> Outcome:

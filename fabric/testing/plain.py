@@ -197,8 +197,11 @@ class _PlainLoop:
     def ema(self, module: nn.Module, decay: float = 0.999) -> Any:
         return _PlainAverage(module, decay)
 
-    def gathered(self, module: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
-        return nullcontext()
+    def gathered(self, module: nn.Module, **words: bool) -> AbstractContextManager[None]:
+        return torch.no_grad() if words.get("for_forward") else nullcontext()
+
+    def weights(self, model: nn.Module, **_: Any) -> Iterator[tuple[str, Tensor]]:
+        return ((name, each.detach().clone()) for name, each in (*model.named_parameters(), *model.named_buffers()))
 
     def barrier(self) -> None:
         self._table.exchange(self.global_rank, None)

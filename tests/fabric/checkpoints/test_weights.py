@@ -7,10 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pipelining
 import pytest
 import torch
-from devices import ACCELERATOR
+from devices import ACCELERATOR, only_on_cpu
 from quantised import make_net, values_of
 from sharding import Net
 from torch import Tensor, nn
@@ -247,6 +248,53 @@ def read_quantised(world: World, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_quantised_weights_are_dequantised_on_request(strategy: str) -> None:
     run_world(2, read_quantised, strategy)
+
+
+class InFourBits(nn.Module):
+    """A frozen layer that bitsandbytes has quantised, and one that is trained."""
+
+    def __init__(self, storage: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = bitsandbytes.nn.Linear4bit(64, 32, compute_dtype=torch.float32, quant_storage=storage)
+        self.base.requires_grad_(False)
+        self.head = nn.Linear(32, 64)
+        self.to("cpu")
+
+
+def read_four_bits(world: World, strategy: str, storage: torch.dtype) -> None:
+    with Fabric(accelerator="cpu", strategy=strategy, devices=world.size) as fabric:
+        fabric.launch()
+        net = InFourBits(storage)
+        packed, state = net.base.weight.data.clone(), net.base.weight.quant_state
+        expected = bitsandbytes.functional.dequantize_4bit(packed, state)
+        model = fabric.setup_module(net)
+        stored = dict(fabric.weights(model, torch.float64))
+        assert list(stored) == list(fabric.state_dict(model, all_ranks=True))
+        assert torch.equal(stored["base.weight"].view(torch.uint8), packed.view(torch.uint8)), "stored bits were cast"
+        plain = dict(fabric.weights(model, torch.float64, bucket_bytes=1000, dequantize=True))
+        assert list(plain) == ["base.weight", "base.bias", "head.weight", "head.bias"]
+        assert torch.equal(plain["base.weight"], expected.double())
+        with pytest.raises(ValueError, match=r"bitsandbytes has quantised `base.weight`, .* the adapter by itself"):
+            fabric.weights(model, merge_adapters=True)
+
+
+@only_on_cpu("what is quantised on a device is there already")
+@pytest.mark.parametrize(
+    ("strategy", "storage"),
+    [("ddp", torch.uint8), ("fsdp", torch.uint8), ("fsdp", torch.float32), ("deepspeed_stage_3", torch.uint8)],
+)
+def test_weights_of_bitsandbytes_in_four_bits_are_dequantised_on_request(strategy: str, storage: torch.dtype) -> None:
+    run_world(2, read_four_bits, strategy, storage)
+
+
+@only_on_cpu("what is quantised on a device is there already")
+def test_weights_of_bitsandbytes_in_eight_bits_are_refused() -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        net = nn.Sequential(bitsandbytes.nn.Linear8bitLt(8, 8, has_fp16_weights=False)).to("cpu")
+        model = fabric.setup_module(net.requires_grad_(False))
+        with pytest.raises(ValueError, match="`0` is a `Linear8bitLt` of bitsandbytes; only 4 bits"):
+            fabric.weights(model, dequantize=True)
 
 
 class Lora(nn.Module):
