@@ -257,7 +257,7 @@ $(LINT)/copy.done: $(LINT)/lint.done $(shell find fabric strategies launchers -n
 $(CLIENTS)/test.done: $(CLIENTS)/torch.done $(SAYS)
 	$(CLIENTS)/bin/python $(PIP_INSTALL) 'accelerate>=1.15' 'datasets>=5.2' 'jsonargparse[signatures]>=4.37,<=4.41' \
 	    'lightning>=2.6.6' 'peft>=0.21' 'pytest>=8' 'pytest-timeout>=2.3' 'rich>=14.1' 'setuptools>=77' 'torchao>=0.18' \
-	    'transformers>=5.24' gymnasium pytorch-optimizer schedulefree tensordict torch-geometric vector-quantize-pytorch
+	    'transformers>=5.24' gymnasium mlflow-skinny pytorch-optimizer schedulefree tensordict torch-geometric vector-quantize-pytorch wandb
 	$(CLIENTS)/bin/python $(PIP_INSTALL) --no-deps 'litgpt>=0.5.13'
 	$(ALONE) $(CLIENTS)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '.[deepspeed,fairscale]'
 	touch $@
