@@ -19,15 +19,11 @@ def hook_steps(
 
     `is_first`: they are called before the hooks that the optimizer has.
     """
-    handles = []
-    if before is not None:
-        handles.append(optimizer.register_step_pre_hook(_once_a_step(optimizer, before)))
-        if is_first:
-            optimizer._optimizer_step_pre_hooks.move_to_end(handles[-1].id, last=False)  # type: ignore[attr-defined]
-    if after is not None:
-        handles.append(optimizer.register_step_post_hook(_once_a_step(optimizer, after)))
-        if is_first:
-            optimizer._optimizer_step_post_hooks.move_to_end(handles[-1].id, last=False)  # type: ignore[attr-defined]
+    both = (optimizer.register_step_pre_hook, before), (optimizer.register_step_post_hook, after)
+    handles = [register(_once_a_step(optimizer, hook)) for register, hook in both if hook is not None]
+    for handle in handles if is_first else ():
+        hooks: Any = handle.hooks_dict_ref()
+        hooks.move_to_end(handle.id, last=False)
     return undo_all(handle.remove for handle in handles)
 
 
@@ -36,22 +32,17 @@ def is_base_step(optimizer: Optimizer) -> bool:
 
     torch wraps the `step` of each class of which an instance was created, so it calls the hooks in both (torch 2.14).
     """
-    return len(_steps_defined(optimizer)) > 1 and len(_calls_of_step(optimizer)) > 1
+    return _derives_its_step(optimizer) and len(_calls_of_step(optimizer)) > 1
 
 
 def _once_a_step(optimizer: Optimizer, hook: Hook) -> Hook:
-    if len(_steps_defined(optimizer)) == 1:
+    if not _derives_its_step(optimizer):
         return hook
-
-    @wraps(hook)
-    def outermost(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if is_base_step(optimizer) else hook(optimizer, args, kwargs)
-
-    return outermost
+    return wraps(hook)(lambda *step: None if is_base_step(optimizer) else hook(*step))
 
 
-def _steps_defined(optimizer: Optimizer) -> list[type]:
-    return [each for each in type(optimizer).__mro__ if "step" in vars(each) and each is not Optimizer]
+def _derives_its_step(optimizer: Optimizer) -> bool:
+    return sum("step" in vars(each) for each in type(optimizer).__mro__) > 2  # `Optimizer` has one
 
 
 def _calls_of_step(optimizer: Optimizer) -> list[Any]:
