@@ -56,8 +56,6 @@ STABLE: Names = {
     },
     "torch.nn.modules.batchnorm": {"_BatchNorm": "the class that all kinds of BatchNorm have in common"},
     "torch.optim:Optimizer": {
-        "_optimizer_step_post_hooks": "whether an optimizer has our hook",
-        "_optimizer_step_pre_hooks": "a check of gradients runs before hooks that hide some; no hook can be put first",
         "profile_hook_step": "runs the hooks of an optimizer around a `step` of ours",
     },
     "torch.utils._pytree": {"tree_flatten tree_unflatten": "containers that somebody registered with torch"},
