@@ -523,8 +523,8 @@ class Fabric(Output):
             def run(batch_size):
                 fabric.backward(model(torch.zeros(batch_size, 512, dtype=torch.long, device=fabric.device)).mean())
 
-        Collectives within send nothing: each is answered as if all ranks were this one. Memory, gradients, buffers,
-        generators and loaders are as before. Ranks: all.
+        Collectives within send nothing: each is answered as if all ranks were this one. Memory, buffers, generators
+        and loaders are as before. Ranks: all, while parameters have no gradients, as after `optimizer.zero_grad()`.
         Raises: OutOfMemoryError: 1 does not fit; ValueError: a forward needs the other ranks, as in a pipeline.
         """
         return self._connected.find_batch_size(function, start, most)

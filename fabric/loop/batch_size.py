@@ -25,6 +25,8 @@ def find_batch_size(function: Callable[[int], object], objects: SetUp, start: in
     if not 1 <= start <= most:
         raise ValueError(f"`find_batch_size(start={start}, most={most})`: write numbers with 1 <= start <= most.")
     models, world, collective = [*objects.models.values()], objects.runtime.world, objects.runtime.collective
+    if any(each.grad is not None for each in _parameters(objects)):
+        raise ValueError(_PRESENT)
     group = collective.process_group if world.size > 1 else None
     if group is None and world.size > 1 and any(model.layout.forward_communicates for model in models):
         raise ValueError(NOT_ALONE.format(why="a forward sends messages past torch.distributed"))
@@ -75,13 +77,10 @@ def _is_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def _undone(objects: SetUp) -> Iterator[None]:
-    """Context: gradients and their weights, buffers, generators and the positions of loaders are as before when it
-    ends. Steps raise."""
-    models, accumulation, weighting = [*objects.models.values()], objects.accumulation, objects.weighting
-    parameters = {each for sync in (*(model.sync for model in models), objects.bare) for each in sync.parameters_held()}
-    gradients = [(each, each.grad) for each in parameters]
-    buffers = [(each, each.detach().clone()) for model in models for each in model.module.buffers()]
-    windows = {**accumulation.kept}, {**weighting.kept_back}, weighting.is_used
+    """Context: there are no gradients when it ends, and buffers, generators and the positions of loaders are as before.
+    Steps raise."""
+    buffers = [(each, each.detach().clone()) for module in objects.models for each in module.buffers()]
+    weighting, is_weighted = objects.weighting, objects.weighting.is_used
     loaders = [loader for each in objects.loaders if (loader := each()) is not None]
     positions = [(loader.iteration, loader.state_dict()) for loader in loaders]
     runtime, progress = objects.runtime, objects.runtime.loop_progress
@@ -91,16 +90,16 @@ def _undone(objects: SetUp) -> Iterator[None]:
         stack.enter_context(preserved_rngs(device_rngs(runtime.devices)))
         for optimizer in objects.optimizers:
             stack.callback(optimizer.register_step_pre_hook(_refuse_step).remove)
-        for parameter in parameters:
-            parameter.grad = None
         try:
             yield
         finally:
-            for parameter, gradient in gradients:
-                _set_gradient(parameter, gradient)
+            for parameter in _parameters(objects):
+                parameter.grad = None
             for buffer, value in buffers:
                 buffer.copy_(value)
-    accumulation.kept, weighting.kept_back, weighting.is_used = windows
+    objects.accumulation.kept.clear()
+    weighting.kept_back.clear()
+    weighting.is_used = is_weighted
     progress.num_backwards, progress.num_unweighted = counted
     for loader, (iteration, position) in zip(loaders, positions, strict=True):
         if loader.iteration is not iteration:
@@ -114,10 +113,12 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     )
 
 
-def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Also one of another shape: FairScale's shards accumulate whole gradients."""
-    if gradient is None or gradient.shape == parameter.shape:
-        parameter.grad = gradient
-        return
-    data, parameter.data = parameter.data, gradient
-    parameter.grad, parameter.data = gradient, data
+def _parameters(objects: SetUp) -> Iterator[Tensor]:
+    for sync in (*(model.sync for model in objects.models.values()), objects.bare):
+        yield from sync.parameters_held()
+
+
+_PRESENT = (
+    "`find_batch_size` while parameters have gradients: a trial has gradients of its own. Call it before the first "
+    "`fabric.backward` of a step, or after `optimizer.zero_grad()`, which sets gradients to None."
+)

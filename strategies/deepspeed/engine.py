@@ -185,13 +185,11 @@ class Engine(GradientSync):
     def rehearsal(self) -> Iterator[None]:
         if self.stage == 3:
             raise ValueError(NOT_ALONE.format(why="ZeRO stage 3 cannot go on after a forward that was cut short"))
-        if self._has_gradients:
-            raise ValueError(NOT_ALONE.format(why="DeepSpeed keeps gradients of this window. Step, or zero them"))
-        kept, self._reached = (self._reached, self._is_stepped), set()
         try:
             yield
         finally:
             self.module.zero_grad()
+            self._reached.clear()
             self._arrived.clear()
             self.discard()
             self.zero.exit_backward()
@@ -200,7 +198,7 @@ class Engine(GradientSync):
                 bucket.clear()
             self.zero._release_ipg_buffers()
             self.zero.params_already_reduced[:] = [False] * len(self.zero.params_already_reduced)
-            (self._reached, self._is_stepped), self._in_backward = kept, False
+            self._is_stepped = self._in_backward = False
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.trained

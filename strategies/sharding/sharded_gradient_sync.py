@@ -16,7 +16,6 @@ if its gradient is zero. Only a rank that did not use one waits for the other ra
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -94,7 +93,8 @@ class ShardedGradientSync(GradientSync):
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        with self.reductions.set_aside(), rehearsed(self.fsdp_units):
+        self.reductions.take_back()  # the program has zeroed these
+        with rehearsed(self.fsdp_units):
             yield
 
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,7 +157,7 @@ class UnreducedGradients:
         if units:
             require_fully_shard()
         self._runtime, self._module = runtime, module
-        self._params = [each for unit in units for group in _groups(unit) for each in group.fsdp_params]
+        self._params = _params(units)
         self._shards: list[nn.Parameter] = [each.sharded_param for each in self._params]
         self._held: list[tuple[Any, GradientPlaceholder, Tensor | None]] = []
         self._zeros = [send for unit in units if (send := getattr(unit, "set_reduce_scatter_unused_params", None))]
@@ -174,8 +174,8 @@ class UnreducedGradients:
         """See `GradientSync.watch`. `synced`: whether this backward reduces gradients."""
         if not self._params:
             return None
-        if self._held:
-            self._take_back()
+        if self._held or self._used:  # which also a backward that raised has left
+            self.take_back()
         if self._unhooked:
             self._unhooked = [each for each in self._unhooked if not self._hook(each)]
         if not synced:
@@ -186,19 +186,9 @@ class UnreducedGradients:
 
     def release(self) -> None:
         """Remove our hooks and placeholders."""
-        self._take_back()
+        self.take_back()
         for hook in self._hooks:
             hook.remove()
-
-    @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Context: there are no unfinished gradients; they are back at its end, if `rehearsed` has kept them."""
-        held, used, self._held = self._held, [*self._used], []
-        self._used.clear()
-        try:
-            yield
-        finally:
-            self._held, self._used[:] = held, used
 
     def _hold(self) -> None:
         """See Note [Gradients not reduced yet]."""
@@ -207,13 +197,14 @@ class UnreducedGradients:
                 self._held.append((each, held := GradientPlaceholder(shard, _NOT_REDUCED), shard.grad))
                 shard.grad = held
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
+        """Remove the placeholders, and the gradients of those that the program has zeroed or replaced."""
         held, self._held = self._held, []
         for each, placeholder, gradient in held:
             shard = each.sharded_param
             is_discarded = shard.grad is not placeholder or placeholder.is_zeroed
-            if is_discarded and _is_unreduced(each):
-                each.unsharded_accumulated_grad = each._unsharded_param.grad = None
+            if is_discarded:
+                _discard_unreduced(each)
             if shard.grad is placeholder:
                 shard.grad = gradient if gradient is None or not is_discarded else gradient.zero_()
         self._used[:] = [each._unsharded_param for each, _, _ in held if _is_unreduced(each)]
@@ -267,25 +258,22 @@ class UnreducedGradients:
 
 @contextmanager
 def rehearsed(units: "Sequence[Any]") -> Iterator[None]:
-    """Context: forwards and backwards of the units may raise anywhere. At its end the units have shards, and the
-    gradients that were not reduced before it. Raises: ValueError: torch is older than 2.13, and cannot reset them."""
+    """Context: forwards and backwards of the units may raise anywhere. At its end the units have shards, and no
+    gradients that are not reduced. Raises: ValueError: they have some now, or torch is older than 2.13."""
     inner = {part for unit in units for part in unit.modules() if part is not unit}
     resets = [getattr(unit, "reset_iter_state", None) for unit in units if unit not in inner]
     if None in resets:
         raise ValueError(NOT_ALONE.format(why=f"torch {torch.__version__} cannot reset shards (2.13 can)"))
-    params = [each for unit in units for group in _groups(unit) for each in group.fsdp_params]
-    kept = [(holder, name, getattr(holder, name)) for each in params for holder, name in _unreduced(each)]
+    params = _params(units)
+    if any(map(_is_unreduced, params)):
+        raise ValueError(NOT_ALONE.format(why="`fully_shard` has not reduced the gradients of this window yet"))
     try:
-        for holder, name, _ in kept:
-            setattr(holder, name, None)
         yield
     finally:
         for reset in resets:
             cast(Callable[[], None], reset)()
-        for holder, name in chain.from_iterable(map(_unreduced, params)):
-            setattr(holder, name, None)
-        for holder, name, gradient in kept:
-            setattr(holder, name, gradient)
+        for each in params:
+            _discard_unreduced(each)
 
 
 def _unreduced(each: Any) -> list[tuple[Any, str]]:
@@ -294,17 +282,22 @@ def _unreduced(each: Any) -> list[tuple[Any, str]]:
     return [(each, "unsharded_accumulated_grad"), *([] if copy is None else [(copy, "grad")])]
 
 
-def _groups(unit: "FSDPModule") -> list[Any]:
-    """The parameter groups of a unit: one up to torch 2.12, several from then on."""
-    state = cast(Any, unit)._get_fsdp_state()
-    found = vars(state).get("_fsdp_param_groups")
-    groups = [state._fsdp_param_group] if found is None else found
-    return [group for group in groups if group is not None]
+def _params(units: "Sequence[Any]") -> list[Any]:
+    """The parameters of units, torch's FSDPParam."""
+    states = [vars(unit._get_fsdp_state()) for unit in units]
+    # One group of parameters each up to torch 2.12, several from then on.
+    groups = [each for state in states for each in state.get("_fsdp_param_groups", [state.get("_fsdp_param_group")])]
+    return [each for group in groups if group is not None for each in group.fsdp_params]
 
 
 def _is_unreduced(each: Any) -> bool:
     """Whether the gathered copy of a parameter, torch's FSDPParam, has a gradient that is not reduced yet."""
     return any(getattr(holder, name) is not None for holder, name in _unreduced(each))
+
+
+def _discard_unreduced(each: Any) -> None:
+    for holder, name in _unreduced(each):
+        setattr(holder, name, None)
 
 
 _LOST = (

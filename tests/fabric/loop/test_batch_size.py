@@ -13,13 +13,22 @@ from worlds import run_world
 
 from fabric import Fabric
 from fabric.launchers.world import World
-from fabric.strategies import DeepSpeedStrategy, ModelParallelStrategy, Pipeline, Strategy
+from fabric.strategies import (
+    DeepSpeedStrategy,
+    ManualContext,
+    ManualStrategy,
+    ModelParallelStrategy,
+    Parallelized,
+    Pipeline,
+    Strategy,
+)
+from fabric.strategies.strategy_registry import make_strategy
 
 
 def state_of(fabric: Fabric, model: Any, optimizer: Any, loader: Any) -> Any:
     return {
         "model": {name: each.clone() for name, each in model.state_dict().items()},
-        "gradients": [each.grad if each.grad is None else id(each.grad) for each in model.parameters()],
+        "gradients": [each.grad for each in model.parameters()],
         "optimizer": str(fabric.state_dict(model, optimizer, all_ranks=True)[1]),
         "generators": (torch.get_rng_state().tolist(), random.getstate()),
         "loader": loader.state_dict(),
@@ -28,7 +37,7 @@ def state_of(fabric: Fabric, model: Any, optimizer: Any, loader: Any) -> Any:
 
 
 def find(world: World, strategy: str) -> Any:
-    """Within an accumulation window of a loop, with a limit of memory of our own on each rank."""
+    """Between the steps of a loop, with a limit of memory of our own on each rank."""
     with Fabric(accelerator="cpu", strategy=strategy, devices=world.size) as fabric:
         fabric.launch()
         fabric.seed_everything(1)
@@ -48,13 +57,13 @@ def find(world: World, strategy: str) -> Any:
 
         found = []
         for number, (batch,) in enumerate(loader):
-            fabric.backward(model(batch).sum(), weight=len(batch))
             if number == 1:
                 before = state_of(fabric, model, optimizer, loader)
                 found.append(fabric.find_batch_size(run, start=4))
                 found.append(fabric.find_batch_size(run, start=100, most=130))
                 found.append(fabric.find_batch_size(run, start=3, most=7))
                 assert str(state_of(fabric, model, optimizer, loader)) == str(before)
+            fabric.backward(model(batch).sum(), weight=len(batch))
             optimizer.step()
             optimizer.zero_grad()
         assert fabric.num_steps == 24 // (2 * fabric.world_size)
@@ -95,13 +104,20 @@ def split(model: Any, stage: int, num_stages: int) -> Any:
     return model[stage : stage + 1]
 
 
+def sharded(module: nn.Module, context: ManualContext) -> Parallelized:
+    from torch.distributed.fsdp import fully_shard
+
+    return Parallelized(module=fully_shard(module, mesh=context.mesh))
+
+
 def refuse(world: World, strategy: Strategy) -> str:
     with Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=world.size) as fabric:
         fabric.launch()
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model, _ = fabric.setup(net, SGD(net.parameters(), lr=0.1))
-        if isinstance(strategy, DeepSpeedStrategy) and strategy.stage == 2:
-            fabric.backward(model(torch.rand(2, 2)).sum())
+        if isinstance(strategy, ManualStrategy):  # whose shards show no gradients
+            with fabric.no_backward_sync(model):
+                fabric.backward(model(torch.rand(2, 2)).sum())
         with pytest.raises(ValueError, match="`find_batch_size` cannot try sizes here") as refused:
             fabric.find_batch_size(lambda size: model(torch.rand(size, 2)))
         return str(refused.value)
@@ -111,7 +127,7 @@ def refuse(world: World, strategy: Strategy) -> str:
     ("strategy", "words"),
     [
         (DeepSpeedStrategy(stage=3), "ZeRO stage 3 cannot go on after a forward that was cut short"),
-        (DeepSpeedStrategy(stage=2), "DeepSpeed keeps gradients of this window. Step, or zero them"),
+        (ManualStrategy(parallelize=sharded), "`fully_shard` has not reduced the gradients of this window yet"),
         (
             ModelParallelStrategy(
                 pipeline=Pipeline(degree=2, num_microbatches=2, split=split, loss_fn=nn.functional.mse_loss)
@@ -119,7 +135,7 @@ def refuse(world: World, strategy: Strategy) -> str:
             "a stage of a pipeline computes on what other ranks send",
         ),
     ],
-    ids=["stage 3", "within a window of DeepSpeed", "pipeline"],
+    ids=["stage 3", "within a window of shards", "pipeline"],
 )
 def test_where_a_rank_cannot_run_alone_it_is_refused(strategy: Strategy, words: str) -> None:
     for sentence in run_world(2, refuse, strategy):
@@ -149,3 +165,28 @@ def test_errors_that_are_not_of_memory_pass_through_and_a_step_is_one() -> None:
         with pytest.raises(torch.OutOfMemoryError, match="batch size 1 does not fit into the memory of 1 ranks"):
             fabric.find_batch_size(never, start=8)
         assert all(each.grad is None for each in model.parameters())
+
+
+def refuse_gradients(world: World, strategy: Strategy) -> None:
+    """Within a window, after it, and, in the last line, no longer."""
+    with Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=world.size) as fabric:
+        fabric.launch()
+        net = nn.Linear(2, 1)
+        model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+
+        def run(batch_size: int) -> None:
+            fabric.backward(model(torch.rand(batch_size, 2, device=fabric.device)).sum())
+
+        for window in fabric.accumulate([2, 2], 2, model):
+            for size in window:
+                run(size)
+                with pytest.raises(ValueError, match=r"`find_batch_size` while parameters have gradients.*zero_grad"):
+                    fabric.find_batch_size(run, most=2)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert fabric.find_batch_size(run, most=2) == 2
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2"])
+def test_gradients_of_a_step_are_refused_until_they_are_none(name: str) -> None:
+    run_world(2, refuse_gradients, make_strategy(name))

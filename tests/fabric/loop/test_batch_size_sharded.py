@@ -14,7 +14,6 @@ from worlds import run_world
 from fabric import Fabric
 from fabric.launchers.world import World
 from fabric.strategies import (
-    DeepSpeedStrategy,
     FSDPStrategy,
     ManualContext,
     ManualStrategy,
@@ -105,7 +104,8 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
 
 
 def train(world: World, strategy: Strategy, finds: bool) -> Any:
-    """Three windows of two micro-batches; sizes are looked for before, within and after the first."""
+    """Three windows of two micro-batches; sizes are looked for before the first, after gradients of a window that the
+    program has discarded, and after the first step."""
     found: list[int] = []
     with Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=world.size, sanitize="always") as fabric:
         fabric.launch()
@@ -126,15 +126,18 @@ def train(world: World, strategy: Strategy, finds: bool) -> Any:
                 net.blocks[block].limit = 2**20
 
         find()
+        if not isinstance(strategy, ManualStrategy):  # where `zero_grad` leaves such gradients
+            with fabric.no_backward_sync(model):
+                fabric.backward(model(torch.rand(4, 4, device=fabric.device)).mean(), weight=1)
+            optimizer.zero_grad()
+            find()
         for number, window in enumerate(fabric.accumulate(loader, 2, model)):
             for (batch,) in window:
                 fabric.backward(model(batch).square().mean(), weight=len(batch))
-                if number == 0 and not isinstance(strategy, DeepSpeedStrategy):
-                    find()
             optimizer.step()
+            optimizer.zero_grad()
             if number == 0:
                 find()
-            optimizer.zero_grad()
         return found, {name: each.clone() for name, each in fabric.state_dict(model, all_ranks=True).items()}
 
 
@@ -149,6 +152,6 @@ def test_a_rank_that_runs_out_of_memory_anywhere_leaves_all_as_before(name: str)
     for (found, weights), (_, expected) in zip(
         run_world(size, train, make(), True), run_world(size, train, make(), False), strict=True
     ):
-        assert found == [min(LIMITS[:size])] * (6 if name.startswith("deepspeed") else 12)
+        assert found == [min(LIMITS[:size])] * (6 if name == "manual" else 9)
         for parameter, value in expected.items():
             assert torch.equal(weights[parameter], value), parameter
