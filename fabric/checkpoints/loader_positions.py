@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fabric.strategies.checkpoint.state import SKIPPED, LoaderAccess, is_stateful
-from fabric.strategies.checkpoint.tensors import in_memory, of_other_rank, of_rank
+from fabric.strategies.checkpoint.tensors import in_memory, of_all_ranks
 from fabric.strategies.checkpoint.values import encode
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.device_loader import OTHER_THREAD, DeviceLoader, loader_name
@@ -38,12 +38,7 @@ class LoaderStates(LoaderAccess):
             self._leave_out(name, loader)
             return SKIPPED
         state = loader.state_dict()
-        if not _reads_own_part(loader):
-            return state
-        collective = self._collective
-        states = collective.all_gather_object(of_other_rank(state))
-        states[collective.rank] = of_rank(collective.rank, state)
-        return {OF_RANKS: states}
+        return {OF_RANKS: of_all_ranks(self._collective, state)} if _reads_own_part(loader) else state
 
     def write(self, name: str, loader: Any, content: Any) -> None:
         if content is None or not is_stateful(loader):

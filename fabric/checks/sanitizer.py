@@ -306,15 +306,13 @@ class Watch(Check):
         if is_same_draw and not is_same_data and not self._has_told_of_draws:
             self._has_told_of_draws = True
             self._runtime.report(_SAME_DRAWS.format(size=len(self._everyone)))
-        if self._equal_data is None:
-            return
         if not is_same_data:
             self._equal_data = None
-            return
-        self._equal_data.add(data)
-        if len(self._equal_data) == _NUM_STEPS:  # a constant says nothing about the data
-            self._runtime.report(_SAME_DATA.format(size=len(self._everyone)))
-            self._equal_data = None
+        elif self._equal_data is not None:
+            self._equal_data.add(data)
+            if len(self._equal_data) == _NUM_STEPS:  # a constant says nothing about the data
+                self._runtime.report(_SAME_DATA.format(size=len(self._everyone)))
+                self._equal_data = None
 
 
 _WITHIN = (

@@ -34,10 +34,9 @@ def modes_of(modules: Iterable[nn.Module], everyone: tuple[int, ...]) -> dict[Fa
     return modes
 
 
-_MODAL = (
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-)
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_MODAL = (*DROPOUT, *BATCH_NORM, nn.SyncBatchNorm)
 
 
 def options_of(optimizer: Optimizer, num_steps: int, everyone: tuple[int, ...]) -> dict[Fact, Value]:

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.checks.check import Check
+from fabric.checks.training_state import BATCH_NORM, DROPOUT
 from fabric.launchers.process.stack import FORWARD
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.checkpoint.tensors import gathered
@@ -245,7 +246,7 @@ class Recorder(Check):
     def before_setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         inner, prefix = uncompiled(module), self._next_prefix()
         for part in inner.modules() if not self.recording.keeps_dropout else ():
-            if isinstance(part, _DROPOUT):
+            if isinstance(part, DROPOUT):
                 part.p = 0.0
             if isinstance(part, nn.MultiheadAttention | nn.RNNBase):
                 part.dropout = 0.0
@@ -303,7 +304,7 @@ class Recorder(Check):
         for prefix, model in self.models.items():
             inner = uncompiled(model.module)
             in_training = (part for part in inner.modules() if part.training)
-            self.layers |= {type(part).__name__ for part in in_training if isinstance(part, _BATCH_NORM)}
+            self.layers |= {type(part).__name__ for part in in_training if isinstance(part, BATCH_NORM)}
             found = model.state.gradients(inner)
             self.gradients[prefix] = {prefix + name: sketch_of(gradient) for name, gradient in found}
         latest = self.steps[-1].weights if self.steps else self.initial
@@ -404,10 +405,6 @@ class Recorder(Check):
 def _first_of(mappings: Sequence[Mapping[str, Sketch]]) -> dict[str, Sketch]:
     """One mapping, where several have a name with the value of the first."""
     return {name: sketch for mapping in reversed(mappings) for name, sketch in mapping.items()}
-
-
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def _digest_of_rows(tensor: Tensor) -> int:

@@ -303,17 +303,11 @@ class Watcher:
 
     def _absent(self, place: Place, answer: bytes | Silence) -> Activity:
         """The state of a rank that did not answer."""
-        words = f"does not answer: process {place.pid} is stopped, or in C code that holds Python's lock"
-        if answer == "refused":
-            words = "has ended, or closed its fabric"
-        elif answer == "unreachable":
-            words = "cannot be reached"
-        return Activity(
-            rank=place.rank,
-            kind="gone" if answer in ("refused", "unreachable") else "silent",
-            words=words,
-            where="" if self._world.num_nodes == 1 else f"on {place.host}",
-        )
+        gone: dict[object, str] = {"refused": "has ended, or closed its fabric", "unreachable": "cannot be reached"}
+        silent = f"does not answer: process {place.pid} is stopped, or in C code that holds Python's lock"
+        kind: Kind = "gone" if answer in gone else "silent"
+        where = "" if self._world.num_nodes == 1 else f"on {place.host}"
+        return Activity(rank=place.rank, kind=kind, words=gone.get(answer, silent), where=where)
 
 
 def _line(where: str) -> str:

@@ -120,7 +120,8 @@ def _write(out: Path, tensors: Mapping[str, Stored], tied: Mapping[str, str], ma
         )
     if len(shards) > 1:
         places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        content = {"metadata": {"total_size": sum(each.like.nbytes for each in tensors.values())}, "weight_map": places}
+        num_bytes = sum(shown(each).nbytes for each in tensors.values())
+        content = {"metadata": {"total_size": num_bytes}, "weight_map": places}
         folder.commit(index, json.dumps(content, indent=2).encode() + b"\n")
         names.append(index)
     return [out / name for name in names]
@@ -131,9 +132,9 @@ def _shards(tensors: Mapping[str, Stored], max_bytes: int) -> Iterator[dict[str,
     shard: dict[str, Stored] = {}
     size = 0
     for key, stored in tensors.items():
-        if shard and size + stored.like.nbytes > max_bytes:
+        if shard and size + shown(stored).nbytes > max_bytes:
             yield shard
             shard, size = {}, 0
         shard[key] = stored
-        size += stored.like.nbytes
+        size += shown(stored).nbytes
     yield shard

@@ -59,9 +59,9 @@ class Storage(ABC):
     def remove(self, name: str) -> None:
         """Delete a file, if it exists."""
 
-    @abstractmethod
     def inside(self, folder: str) -> "Storage":
         """A folder in this one."""
+        return storage_of(f"{self.path}/{folder}")
 
     @abstractmethod
     def discard(self) -> None:
@@ -119,9 +119,6 @@ class Folder(Storage):
         with contextlib.suppress(FileNotFoundError):
             (self._folder / name).unlink()
 
-    def inside(self, folder: str) -> "Folder":
-        return Folder(self._folder / folder)
-
     def discard(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self._folder)
@@ -167,9 +164,6 @@ class Remote(Storage):
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._system.rm_file(self._at(name))
-
-    def inside(self, folder: str) -> "Remote":
-        return Remote(f"{self._address}/{folder}")
 
     def discard(self) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -37,11 +37,6 @@ class TensorShards:
     holders: tuple[int, ...]
     """The ranks that hold the same chunks, in ascending order. Each chunk is written by one of them."""
 
-    @property
-    def like(self) -> Tensor:
-        """The whole tensor without its values, on the device "meta"."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
 
 def replicated(tensor: Tensor, holders: Sequence[int]) -> TensorShards:
     """A tensor that each of these ranks holds whole."""
@@ -54,14 +49,12 @@ def no_shards(shape: Sequence[int], dtype: torch.dtype) -> TensorShards:
     return TensorShards(tuple(shape), dtype, (), ())
 
 
-def of_rank(rank: int, nest: Any) -> Any:
-    """The nest with a `TensorShards` for each tensor: only this rank holds it, whole."""
-    return map_only_tensors(lambda tensor: replicated(tensor, (rank,)), nest)
-
-
-def of_other_rank(nest: Any) -> Any:
-    """The nest that the other ranks pass to `save` in its place: shapes without elements, few bytes to send."""
-    return map_only_tensors(lambda tensor: no_shards(tensor.shape, tensor.dtype), nest)
+def of_all_ranks(collective: Collective, nest: Any) -> list[Any]:
+    """The nests of all ranks with a `TensorShards` for each tensor: whole in that of this rank, and without elements in
+    those of other ranks. Ranks: all. Cost: each rank receives shapes and dtypes, about 100 bytes for each tensor."""
+    found = collective.all_gather_object(map_only_tensors(lambda each: no_shards(each.shape, each.dtype), nest))
+    found[collective.rank] = map_only_tensors(lambda each: replicated(each, (collective.rank,)), nest)
+    return found
 
 
 def flat_shard(shape: Sequence[int], start: int, elements: Tensor, rank: int) -> TensorShards:
@@ -141,11 +134,6 @@ class Stored:
         self._open_file = open_file
 
     @property
-    def like(self) -> Tensor:
-        """The tensor without its values, on the device "meta"."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-    @property
     def location(self) -> Hashable:
         """Where its bytes are: equal for tied tensors, which were saved once."""
         pieces = frozenset(each for each in self._pieces if each.chunk.numel)
@@ -184,7 +172,8 @@ class Stored:
 
 def shown(entry: Any) -> Any:
     """What a filter receives: of a tensor in shards, or in a checkpoint, the whole on the device "meta"."""
-    return entry.like if isinstance(entry, (Stored, TensorShards)) else entry
+    is_tensor = isinstance(entry, (Stored, TensorShards))
+    return torch.empty(entry.shape, dtype=entry.dtype, device="meta") if is_tensor else entry
 
 
 def in_memory(content: Any, *, mapped: bool = False) -> Any:

@@ -103,9 +103,8 @@ def _described(
             check_reduce_op(op)
         map_by_path(collect, data)
     except (TypeError, ValueError) as error:
-        check_call(
-            collective, f"{lines[0]}, refused: {error}"
-        )  # the others raise too, instead of waiting for this rank
+        # The others raise too, instead of waiting for this rank.
+        check_call(collective, f"{lines[0]}, refused: {error}")
         raise
     if data is None:
         lines.append("data: None")

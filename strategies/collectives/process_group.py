@@ -221,11 +221,6 @@ class TorchCollective(CarriesObjects):
 
         return finish
 
-    def _read_last(self) -> None:
-        if self._unread is not None:
-            read, self._unread = self._unread, None
-            read()
-
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         self._run("all_gather", tensor, _all_gather, as_bytes(gathered), as_bytes(tensor))
@@ -298,9 +293,6 @@ class TorchCollective(CarriesObjects):
             raise self._failure(f"init_process_group({self._backends!r})", None, error) from error
         finally:
             sys.excepthook = hook  # torch's hook prefixes each line with the rank; the launcher does this already
-        self._await_everyone(store)
-
-    def _await_everyone(self, store: Store) -> None:
         # gloo's ranks return from connecting one by one; one that exits at once resets connections that are not ready
         # yet.
         if store.add("num_connected", 1) == self._size:
@@ -340,8 +332,9 @@ class TorchCollective(CarriesObjects):
 
     def _run(self, operation: str, tensor: Tensor | None, function: Callable[..., Any], *args: Any, **to: int) -> Any:
         group = self._joined(operation)
-        if tensor is None or tensor.device.type == "cpu":
-            self._read_last()
+        if self._unread is not None and (tensor is None or tensor.device.type == "cpu"):
+            read, self._unread = self._unread, None
+            read()
         try:
             return function(*args, group=group, **to)
         except CollectiveError:  # of `torch_calls_check.py`

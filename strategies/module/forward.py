@@ -85,7 +85,7 @@ class ForwardPath:
         kind, methods = type(self.module), dict[str, Any]()
         for name, given in self._given.items():
             function = getattr(kind, name).__get__(self.module) if given is None else given
-            methods[name] = function if around is None else _Around(around, function)
+            methods[name] = function if around is None else _with_code(around, function)
         return replace_attributes(self.module, **methods)
 
     def release(self) -> None:
@@ -150,16 +150,13 @@ class _Method:
         return getattr, (self._path.module, self._name)  # unpickled in a copy, whose class has the plain method
 
 
-@final
-class _Around:
+def _with_code(around: Around, function: Callable[..., Any]) -> Callable[..., Any]:
     """A method of the user's module within `around`."""
+    return functools.update_wrapper(functools.partial(_call, around, function), function)
 
-    def __init__(self, around: Around, function: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function)
-        self._around, self._function = around, function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._around(self._function, args, kwargs)
+def _call(around: Around, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return around(function, args, kwargs)
 
 
 def _not_prepared(name: str, method: str | Callable[..., Any]) -> None:

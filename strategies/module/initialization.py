@@ -178,7 +178,14 @@ class UninitializedTensors:
         for part in in_order_of_apply(root):
             self._fill(part, device, collective)
             then(part)
-        self._finish(root if init_weights else None, device, collective)
+        with FullTensorDraws(device, collective):
+            if self._was_empty and init_weights:
+                with RecordedInitCalls():
+                    _call(root, "init_weights")
+            for empty, (part, name) in self._places.items():
+                tensor = getattr(part, name)
+                if take_calls([tensor])[tensor] is None:
+                    repeat_call(tensor, self._calls.get(empty), self._made_again.get(empty))
         if self._was_empty and collective.size > 1:
             tensors = (*root.parameters(), *root.buffers())
             broadcast_from_rank_zero(collective, [each for each in tensors if as_sharded(each) is None])
@@ -198,16 +205,6 @@ class UninitializedTensors:
         with FullTensorDraws(device, collective):
             if not any(_call(part, method) for method in _RESET):
                 self._tensors += [(part, name) for name in empty]
-
-    def _finish(self, root: nn.Module | None, device: torch.device, collective: Collective) -> None:
-        with FullTensorDraws(device, collective):
-            if self._was_empty and root is not None:
-                with RecordedInitCalls():
-                    _call(root, "init_weights")
-            for empty, (part, name) in self._places.items():
-                tensor = getattr(part, name)
-                if take_calls([tensor])[tensor] is None:
-                    repeat_call(tensor, self._calls.get(empty), self._made_again.get(empty))
 
     def check(self, collective: Collective) -> None:
         """Raise RuntimeError if a tensor is still empty. No cost once all are filled. Ranks: all call it."""

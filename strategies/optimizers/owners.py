@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import StateAccess, by_saved_index
-from fabric.strategies.checkpoint.tensors import in_memory, of_other_rank, of_rank
+from fabric.strategies.checkpoint.tensors import in_memory, of_all_ranks
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.optimizers.elementwise import takes_plain_tensors, updates_each
 from fabric.strategies.runtime import Runtime
@@ -400,12 +400,7 @@ def held_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The states of all parameters: those of this rank with their tensors, those of other ranks without. Ranks: all.
-
-    Cost: each rank receives shapes and dtypes, about 100 bytes for each tensor.
-    """
-    mine = map_only_tensors(flattened, mine)
-    whole: dict[int, dict[str, Any]] = {}
-    for rank, owned in enumerate(collective.all_gather_object(of_other_rank(mine))):
-        whole.update(of_rank(rank, mine) if rank == collective.rank else owned)
+    """The states of all parameters, as `of_all_ranks` returns those of each rank. Ranks: all."""
+    of_ranks = of_all_ranks(collective, map_only_tensors(flattened, mine))
+    whole = {index: each for owned in of_ranks for index, each in owned.items()}
     return dict(sorted(whole.items()))
