@@ -849,9 +849,14 @@ class Fabric(Output):
         `monitor/`, and writes `monitor.jsonl` in `folder`, by default `log_dir`. Cost: six calls of Python a step, one
         all-gather a window. Ranks: all. Raises: OSError: rank 0 cannot write. RuntimeError: there is one already.
         """
-        from fabric.monitor.monitor import monitored
+        from fabric.monitor.monitor import Monitor
 
-        return monitored(self._connected, self._loggers, folder, window_steps, show)
+        session = self._connected
+        path = folder or session.log_dir
+        monitor = Monitor(session, self._loggers, Path(path) if path else None, window_steps, show=show)
+        session.moments.add(monitor)
+        session.describe(folder)
+        return monitor
 
     # Internals
 

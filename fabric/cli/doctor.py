@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from rich.console import Console
@@ -47,29 +47,18 @@ def _show(found: Mapping[str, Any]) -> None:
         else f"Rank {world['rank']} of {world['size']}, started by {world['launcher']}: {' '.join(found['variables'])}",
         highlight=False,
     )
-    _print_table(console, ("accelerator", "here"), found["accelerators"], lambda row: (str(row["devices"]),))
-    _print_table(
-        console, ("launcher", "here", "what it does"), found["launchers"], lambda row: ("yes", row["description"])
-    )
-    _print_table(
-        console,
-        ("strategy", "here", "what it is"),
-        found["strategies"],
-        lambda row: (", ".join(row["runs_on"]), row["description"]),
-    )
+    _print_table(console, found["accelerators"], "accelerator", "here")
+    _print_table(console, found["launchers"], "launcher", "here", "what it does")
+    _print_table(console, found["strategies"], "strategy", "here", "what it is")
 
 
-def _print_table(
-    console: Console,
-    columns: tuple[str, ...],
-    rows: Sequence[Mapping[str, Any]],
-    cells_of: Callable[[Mapping[str, Any]], tuple[str, ...]],
-) -> None:
-    """Print a row for each of `rows`; `cells_of`: where it can run, and the other cells."""
+def _print_table(console: Console, rows: Sequence[Mapping[str, Any]], *columns: str) -> None:
+    """Print a row for each of `rows`: how many devices it has or where it runs, and its description."""
     table = _NotedTable(*columns)
     for row in rows:
-        here, *others = cells_of(row)
-        table.add(row, here if row["why_not"] is None else _not_here(row, table), *others)
+        here = ", ".join(row.get("runs_on", ())) or str(row.get("devices", "yes"))
+        description = [row["description"]] if "description" in row else []
+        table.add(row, here if row["why_not"] is None else _not_here(row, table), *description)
     table.print(console)
 
 

@@ -96,6 +96,4 @@ def measured_peak(dtype: torch.dtype, size: int = 512) -> float:
 
 def device_name(device: torch.device) -> str:
     """The name of a device, as torch has it."""
-    if device.type == "cpu":
-        return "CPU"
     return str(getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)(device))

@@ -8,9 +8,11 @@ and calls six functions in a step.
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from time import time, time_ns
@@ -26,7 +28,7 @@ from fabric.launchers.environments.defaults import NUM_CALLS
 from fabric.monitor import window
 from fabric.monitor.flops import ModelFlops, device_name, known_peak, measured_peak
 from fabric.monitor.results import Results
-from fabric.monitor.window import PHASES, Arrival, Gathered, Step, arrivals, pack, steps_of
+from fabric.monitor.window import PHASES, Arrival, Step, arrivals, pack, steps_of
 from fabric.output.progress import first_dim
 from fabric.session import Session
 from fabric.strategies.accelerators.torch_accelerator import has_streams
@@ -52,12 +54,11 @@ class _Open:
     """A phase and the time at which it ended, again and again."""
     events: list[tuple[int, Any]] = field(default_factory=list)
     """On an accelerator: a phase and the event at its end."""
-    numbers: dict[str, float] = field(default_factory=lambda: {"samples": 0.0})
+    numbers: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float, samples=0.0))
+    loss: float | Tensor | None = None
+    """Of the latest backward."""
     given: dict[str, Any] = field(default_factory=dict)
-    """The latest loss and norm, which may be tensors on the device."""
-    has_loss: bool = False
-    """Whether the program has given a loss."""
-    saves: list[Step] = field(default_factory=list)
+    """The loss and norm that the program gives, which may be tensors on the device."""
     calls_of_saves: list[Arrival] = field(default_factory=list)
     scheduled: list[bytes] = field(default_factory=list)
     """What Linux says of this thread at the end of each step."""
@@ -71,7 +72,7 @@ class Monitor(Check):
     """What `Fabric.monitor` returns. Ranks: all make one, and call `add` each with its own counts."""
 
     def __init__(
-        self, session: Session, loggers: Sequence[Any], folder: str | None, window_steps: int | None, show: bool
+        self, session: Session, loggers: Sequence[Any], folder: Path | None, window_steps: int | None, *, show: bool
     ) -> None:
         if window_steps is not None and (isinstance(window_steps, bool) or window_steps < 1):
             raise ValueError(f"`fabric.monitor(window_steps={window_steps!r})`: a window has 1 step or more.")
@@ -98,10 +99,8 @@ class Monitor(Check):
         self._now = _Open(time_ns())
         self._before: _Open | None = None
         """On an accelerator: the window whose events are not read yet."""
-        self._rows: Callable[[], Tensor] | None = None
+        self._rows: Callable[[], None] | None = None
         """Receives the rows that are on their way."""
-        self._at = (0, 0.0)
-        """The step and the time of those."""
         for model in set_up.models.values():
             self.model_set_up(model)
 
@@ -133,10 +132,9 @@ class Monitor(Check):
             if count < 0:
                 raise ValueError(f"`monitor.add({name}={count})`: write how many came since the last call, 0 or more.")
             if count:
-                self._now.numbers[name] = self._now.numbers.get(name, 0) + count
+                self._now.numbers[name] += count
         given = {"loss": loss, "gradient_norm": gradient_norm}
         self._now.given |= {name: value for name, value in given.items() if value is not None}
-        self._now.has_loss |= loss is not None
 
     def model_set_up(self, model: Prepared) -> None:
         model.path.on_call = self._forward_begins
@@ -150,10 +148,8 @@ class Monitor(Check):
         self._is_in_forward = False
         first = next(iter(batch.values()), None) if isinstance(batch, dict) else batch
         first = first[0] if isinstance(first, list | tuple) and first else first
-        if isinstance(first, Tensor) and first.dim():
-            now.numbers["samples"] += first.shape[0]
-        else:
-            now.numbers["samples"] += first_dim(batch)  # which is one call more
+        # `first_dim` is one call more
+        now.numbers["samples"] += first.shape[0] if isinstance(first, Tensor) and first.dim() else first_dim(batch)
 
     def _forward_begins(self) -> None:
         if not self._is_in_forward and torch.is_grad_enabled():
@@ -178,8 +174,7 @@ class Monitor(Check):
         self._is_in_forward = False
         if self._stream_device is not None:
             now.events.append((window.BACKWARD, _recorded(self._stream_device)))
-        if not now.has_loss:
-            now.given["loss"] = loss.detach()
+        now.loss = loss.detach()
         if self._flops is not None:
             self._flops.is_in_backward = False
 
@@ -188,7 +183,7 @@ class Monitor(Check):
         is_next = bool(now.marks) and now.marks[-2] in (window.BACKWARD, window.OPTIMIZER, window.STEP)
         now.marks += (window.OPTIMIZER if is_next else window.OTHER, at)
         if optimizer.step_was_skipped:  # type: ignore[attr-defined]  # every optimizer that was set up has it
-            now.numbers["num_skipped_steps"] = now.numbers.get("num_skipped_steps", 0) + 1
+            now.numbers["num_skipped_steps"] += 1
             self._results.write("skipped", step=self._set_up.num_steps)
         count = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         if count <= self._num_steps:
@@ -210,7 +205,7 @@ class Monitor(Check):
         seconds = (at - now.marks[-1]) / 1e9
         save = steps_of((window.SAVING, at, window.STEP, at), now.marks[-1])
         now.calls_of_saves += arrivals(self._recorder.calls(with_lines=False), save)
-        now.saves += save
+        now.numbers["num_saves"] += 1
         now.marks += (window.SAVING, at)
         self._results.write("save", step=self._set_up.num_steps, seconds=seconds, path=path, is_blocking=is_blocking)
 
@@ -241,7 +236,7 @@ class Monitor(Check):
         elif self._flops is not None:
             self._count_flops(self._flops.stop())
             self._flops = None
-            self._window_end = self._due = number + (self._window_steps or _FIRST_WINDOW)
+            self._window_end = self._due = number + self._length()
         else:
             self._finish()
             if number >= self._window_end:
@@ -267,14 +262,10 @@ class Monitor(Check):
 
     def _length(self) -> int:
         """The number of steps of the next window, the same on all ranks."""
-        if self._window_steps is not None:
-            return self._window_steps
-        seconds = self._results.step_seconds
-        return max(_FIRST_WINDOW, round(WINDOW_SECONDS / seconds)) if seconds else _FIRST_WINDOW
+        return self._window_steps or max(_FIRST_WINDOW, round(WINDOW_SECONDS / self._results.step_seconds))
 
     def _end_window(self, optimizer: Optimizer) -> None:
-        over, at = self._now, time_ns()
-        self._now = _Open(at)
+        over, self._now = self._now, _Open(time_ns())
         over.steps = steps_of(over.marks, over.began_ns)
         queued = [int(each.split()[1]) / 1e9 for each in over.scheduled]
         for step, (before, after) in zip(over.steps[1:], pairwise(queued), strict=False):
@@ -282,21 +273,21 @@ class Monitor(Check):
         last, device, numbers = over.steps[-window.NUM_LAST :], self._runtime.device, over.numbers
         if self._runtime.world.size > 1:
             over.found = arrivals(self._recorder.calls(with_lines=False), last)
-        numbers |= {"num_steps": len(over.steps), "seconds": (at - over.began_ns) / 1e9, "num_saves": len(over.saves)}
+        numbers |= {"num_steps": len(over.steps), "seconds": (self._now.began_ns - over.began_ns) / 1e9}
         numbers["node"] = self._runtime.world.node_rank
         samples = numbers["samples"]
         numbers["flops"] = self._flops_per_sample * samples if samples else self._flops_per_step * len(over.steps)
         if "lr" in optimizer.param_groups[0]:
             numbers["learning_rate"] = float(optimizer.param_groups[0]["lr"])
         numbers |= _memory(device)
-        over.given = {name: _on_the_way(value) for name, value in over.given.items()}
-        if self._stream_device is None:
-            self._send(over)
-            return
-        over.events.append((window.STEP, _recorded(self._stream_device)))
-        waiting, self._before = self._before, over
-        if waiting is not None:
-            self._send(waiting)
+        given = over.given if over.loss is None else {"loss": over.loss, **over.given}
+        over.given = {name: _on_the_way(value) for name, value in given.items()}
+        due: _Open | None = over
+        if self._stream_device is not None:
+            over.events.append((window.STEP, _recorded(self._stream_device)))
+            due, self._before = self._before, over
+        if due is not None:
+            self._send(due)
 
     def _send(self, over: _Open) -> None:
         """Start the all-gather of a window. Ranks: all."""
@@ -307,35 +298,20 @@ class Monitor(Check):
             numbers |= {name: float(value) for name, value in over.given.items()}
         numbers |= {name: sum(step.seconds[phase] for step in over.steps) for phase, name in enumerate(PHASES)}
         saved = [0.0] * len(PHASES)
-        saved[window.SAVING] = sum(save.seconds[window.SAVING] for save in over.saves)
-        found = [*over.found, *(replace(each, place=each.place % 16 + 16 * len(last)) for each in over.calls_of_saves)]
+        saved[window.SAVING] = numbers["saving"]
+        found = [*over.found, *(replace(each, place=each.place + 16 * len(last)) for each in over.calls_of_saves)]
         if len(found) > NUM_CALLS:
             found, saved = over.found, [float("nan")] * 7
         row = pack(numbers, [*last, Step(seconds=saved)], found)
         collective = self._runtime.collective
-        self._at = (self._set_up.num_steps, time())
-        self._rows = collective.start_all_gather(row) if collective.size > 1 else lambda: row[None]
+        receive = collective.start_all_gather(row) if collective.size > 1 else lambda: row[None]
+        self._rows = partial(self._results.window, receive, self._set_up.num_steps, time())
 
     def _finish(self) -> None:
         """Receive the rows of all ranks, if they are on their way."""
         if self._rows is not None:
-            gathered, self._rows = Gathered(self._rows()), None
-            self._results.window(gathered, *self._at)
-
-
-def monitored(
-    session: Session,
-    loggers: Sequence[Any],
-    folder: str | os.PathLike[str] | None,
-    window_steps: int | None,
-    show: bool,
-) -> Monitor:
-    """See `Fabric.monitor`. Ranks: all."""
-    path = folder or session.log_dir
-    monitor = Monitor(session, loggers, path and os.fspath(path), window_steps, show)
-    session.moments.add(monitor)
-    session.describe(folder)
-    return monitor
+            receive, self._rows = self._rows, None
+            receive()
 
 
 def _recorded(device: torch.device) -> Any:

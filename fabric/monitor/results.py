@@ -5,9 +5,10 @@ Each line of the file is one JSON object, written at once: a run that is killed 
 
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from time import time
 from typing import Any, final
 
@@ -17,11 +18,9 @@ from torch import Tensor
 from fabric.monitor.flops import device_name
 from fabric.monitor.slow_rank import SlowRanks
 from fabric.monitor.table import Table
-from fabric.monitor.window import NUM_LAST, PHASES, SAVING, UNKNOWN, WAITING, Gathered
+from fabric.monitor.window import AS_MEASURED, MEMORY, NUM_LAST, PHASES, SAVING, WAITING, Gathered
 from fabric.output.logger import log_metrics
 from fabric.strategies.runtime import Runtime
-
-_MEMORY = ("device_memory_bytes", "device_memory_peak_bytes", "host_memory_bytes", "host_memory_peak_bytes")
 
 
 @final
@@ -32,14 +31,15 @@ class Results:
     """
 
     def __init__(
-        self, runtime: Runtime, strategy: str, loggers: Sequence[Any], folder: str | None, *, show: bool
+        self, runtime: Runtime, strategy: str, loggers: Sequence[Any], folder: Path | None, *, show: bool
     ) -> None:
         self._loggers, self._is_zero = loggers, runtime.world.is_global_zero
         self._file: Path | None = None
         self._table = Table() if show and self._is_zero else None
         self.peak: float | None = None
         """Floating-point operations of one rank's device per second, at most."""
-        self.step_seconds = 0.0
+        self.step_seconds = float("inf")
+        """Of the latest window, on all ranks; not known before its end."""
         self.latest: dict[str, float] = {}
         self._slow = SlowRanks()
         self._rank_share = runtime.share.count / runtime.world.size  # of ranks that read the same data one counts
@@ -52,9 +52,9 @@ class Results:
         hosts = [host for host, _ in of_ranks]
         self.write("start", format=1, num_ranks=world.size, num_nodes=world.num_nodes, hosts=hosts, **of_run)
 
-    def _open(self, folder: str) -> str | None:
+    def _open(self, folder: Path) -> str | None:
         """Why there can be no file in the folder."""
-        file = Path(folder) / "monitor.jsonl"
+        file = folder / "monitor.jsonl"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("ab+") as opened:
@@ -62,9 +62,8 @@ class Results:
                 if opened.read(1) not in (b"", b"\n"):  # a killed run has left half a line
                     opened.write(b"\n")
         except OSError as error:
-            return (
-                f"`fabric.monitor({folder!r})` writes `{file}`, and cannot: {error}. Name a folder that can be written."
-            )
+            written = f"`fabric.monitor({str(folder)!r})` writes `{file}`, and cannot"
+            return f"{written}: {error}. Name a folder that can be written."
         self._file = file
         return None
 
@@ -80,15 +79,15 @@ class Results:
         if self._table is not None:
             self._table.close()
 
-    def window(self, gathered: Gathered, step: int, at: float) -> None:
-        """Take the rows of all ranks. Ranks: all."""
-        means = [each["seconds"] / each["num_steps"] for each in gathered.numbers if each["num_steps"]]
-        self.step_seconds = sum(means) / len(means) if means else 0.0
-        if not self._is_zero or len(means) < len(gathered.numbers):
+    def window(self, receive: Callable[[], Tensor], step: int, at: float) -> None:
+        """Receive the rows of all ranks, and take them. Ranks: all."""
+        gathered = Gathered(receive())
+        self.step_seconds = fmean(each["seconds"] / each["num_steps"] for each in gathered.numbers)
+        if not self._is_zero:
             return
         waits_rsp = gathered.waits()
         own_rsp = gathered.seconds_rsp - waits_rsp
-        own_rsp[:, NUM_LAST] /= max(1.0, gathered.numbers[0]["num_saves"])
+        own_rsp[:, NUM_LAST] /= gathered.numbers[0].get("num_saves", 1.0)
         slow = self._slow.find(own_rsp, gathered.queued_rs, self.step_seconds)
         ranks = [self._of_rank(rank, gathered, waits_rsp[rank]) for rank in range(len(own_rsp))]
         metrics = self.latest = _of_all(ranks, self._rank_share)
@@ -102,44 +101,34 @@ class Results:
 
     def _of_rank(self, rank: int, gathered: Gathered, waits_sp: Tensor) -> dict[str, float]:
         """The numbers of one rank; none that is not known."""
-        numbers, seconds_sp = gathered.numbers[rank], gathered.seconds_rsp[rank]
-        num_steps, seconds = numbers["num_steps"], numbers["seconds"]
-        is_known = ~waits_sp.isnan().any(1) & ~seconds_sp.isnan().any(1)
-        is_known[NUM_LAST] = False
-        whole = [numbers[phase] / num_steps for phase in PHASES]
-        waited = seconds_sp.new_zeros(len(PHASES))
-        if is_known.any():  # of the steps before, as large a share of each phase
-            waited = (waits_sp[is_known].sum(0) / seconds_sp[is_known].sum(0)).nan_to_num().clamp(0, 1)
-        saved = waits_sp[NUM_LAST].nan_to_num() / num_steps
-        waits = [share * of for share, of in zip(waited.tolist(), whole, strict=True)]
-        waits[SAVING] = min(float(saved.sum()), whole[SAVING])
-        own = [of - wait for of, wait in zip(whole, waits, strict=True)]
-        own[WAITING] = sum(waits)
-        found = {"rank": rank, "step_seconds": sum(own)}
-        found |= {f"{phase}_seconds": of for phase, of in zip(PHASES, own, strict=True)}
-        rates = {name: numbers[name] for name in ("samples", "tokens", "flops") if numbers[name] > 0}
-        found |= {"steps_per_second": num_steps / seconds}
-        found |= {f"{name}_per_second": count / seconds for name, count in rates.items()}
-        if self.peak is not None and "flops" in rates:
-            found["mfu"] = rates["flops"] / seconds / self.peak
-        names = ("loss", "gradient_norm", "learning_rate", "num_skipped_steps", *_MEMORY)
-        return found | {name: numbers[name] for name in names if numbers[name] != UNKNOWN}
+        numbers, num_steps = gathered.numbers[rank], gathered.numbers[rank]["num_steps"]
+        own_p = torch.tensor([numbers[phase] for phase in PHASES], dtype=torch.float64) / num_steps
+        last = waits_sp[:NUM_LAST].isfinite().all(1).nonzero()[:, 0]  # of the steps before, as large a share is waits
+        waits_p = own_p * (waits_sp[last].sum(0) / gathered.seconds_rsp[rank, last].sum(0)).nan_to_num()
+        waits_p[SAVING] = waits_sp[NUM_LAST, SAVING].nan_to_num() / num_steps
+        own_p -= waits_p
+        own_p[WAITING] = waits_p.sum()
+        found = {"rank": rank, "step_seconds": float(own_p.sum())}
+        found |= {f"{phase}_seconds": seconds for phase, seconds in zip(PHASES, own_p.tolist(), strict=True)}
+        counts = {"steps": num_steps, **{name: numbers.get(name, 0) for name in ("samples", "tokens", "flops")}}
+        found |= {f"{name}_per_second": count / numbers["seconds"] for name, count in counts.items() if count > 0}
+        if self.peak is not None and "flops_per_second" in found:
+            found["mfu"] = found["flops_per_second"] / self.peak
+        return found | {name: numbers[name] for name in AS_MEASURED if name in numbers}
 
 
 def _of_all(ranks: Sequence[dict[str, float]], rank_share: float) -> dict[str, float]:
     """The metrics of all ranks together: sums of rates, the greatest memory, and means. `rank_share`: of one rank's
     data, how much no other rank reads."""
-    first, found = ranks[0], dict[str, float]()
-    for name in first:
+    found = dict[str, float]()
+    for name in ranks[0]:
         values = [each[name] for each in ranks if name in each]
         if name in ("samples_per_second", "tokens_per_second"):
             found[name] = sum(values) * rank_share
         elif name == "flops_per_second":
             found[name] = sum(values)
-        elif name in _MEMORY:
+        elif name in (*MEMORY, "num_skipped_steps", "learning_rate"):  # the last two are the same on all ranks
             found[name] = max(values)
-        elif name in ("num_skipped_steps", "learning_rate", "steps_per_second"):
-            found[name] = first[name]
         elif name != "rank":
             found[name] = sum(values) / len(values)
     return found

@@ -1,7 +1,8 @@
 """The live table of `fabric.monitor`: drawn once per window, beside progress bars; lines where there is no terminal."""
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from fabric.monitor.window import PHASES
 
@@ -9,7 +10,6 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _MOST_ROWS = 8
-_UNITS = ("", "k", "M", "G", "T", "P")
 
 
 @final
@@ -57,7 +57,7 @@ def _drawn(
         rows += [(str(each["rank"]), each) for each in sorted(chosen, key=lambda each: each["rank"])]
     for name, each in rows:
         memory = each.get("device_memory_peak_bytes", each.get("host_memory_bytes"))
-        last = "" if memory is None else f"{_short(memory)}B"
+        last = "" if memory is None else f"{in_words(memory)}B"
         grid.add_row(name, seconds_in_words(each["step_seconds"]), *_shares(each), last)
     left_out = (
         [Text(f"{len(ranks) - _MOST_ROWS} more ranks wait longer", style="dim")] if len(ranks) > _MOST_ROWS else []
@@ -67,12 +67,12 @@ def _drawn(
 
 def _heads(step: int, metrics: Mapping[str, float]) -> list[str]:
     """`step 1,240`, `12.3 steps/s`, ..."""
-    heads = [f"step {step:,}", f"{_short(metrics['steps_per_second'])} steps/s"]
+    heads = [f"step {step:,}", f"{in_words(metrics['steps_per_second'])} steps/s"]
     for name in ("samples", "tokens"):
         if f"{name}_per_second" in metrics:
-            heads.append(f"{_short(metrics[f'{name}_per_second'])} {name}/s")
+            heads.append(f"{in_words(metrics[f'{name}_per_second'])} {name}/s")
     if "flops_per_second" in metrics:
-        heads.append(f"{_short(metrics['flops_per_second'])}FLOP/s")
+        heads.append(f"{in_words(metrics['flops_per_second'])}FLOP/s")
     heads += [f"MFU {metrics['mfu']:.1%}"] if "mfu" in metrics else []
     for name, word in (("loss", "loss"), ("gradient_norm", "norm"), ("learning_rate", "lr")):
         heads += [f"{word} {metrics[name]:.4g}"] if name in metrics else []
@@ -89,10 +89,13 @@ def seconds_in_words(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
-def _short(value: float) -> str:
-    """Three digits and a unit: `1.21 G`."""
-    unit = 0
-    while abs(value) >= 999.5 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f} {_UNITS[unit]}".rstrip() if unit == 0 else f"{value:.{digits}f} {_UNITS[unit]}"
+def in_words(number: Any) -> str:
+    """A number with its unit's prefix: 1.25 M, 3.2 G; anything else as it is."""
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        return "" if number is None else str(number)
+    if isinstance(number, int) and abs(number) < 1e6:
+        return f"{number:,}"
+    for factor, prefix in ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(number) >= factor:
+            return f"{number / factor:.4g}{prefix}"
+    return f"{number:.4g}"

@@ -18,17 +18,14 @@ STEP = 7
 NUM_LAST = 16
 """The steps at the end of a window whose collectives are compared: torch keeps the last 256 calls. The saves of the
 window stand behind them, as one more."""
-NUMBERS = (
-    *("num_steps", "seconds", "samples", "tokens", "flops", "loss", "gradient_norm", "learning_rate"),
-    *("device_memory_bytes", "device_memory_peak_bytes", "host_memory_bytes", "host_memory_peak_bytes"),
-    *("num_skipped_steps", "num_saves", "node"),
-    *PHASES,
-)
+MEMORY = ("device_memory_bytes", "device_memory_peak_bytes", "host_memory_bytes", "host_memory_peak_bytes")
+AS_MEASURED = ("loss", "gradient_norm", "learning_rate", "num_skipped_steps", *MEMORY)
+"""The numbers that are shown as one rank has them."""
+NUMBERS = ("num_steps", "seconds", "samples", "tokens", "flops", "num_saves", "node", *AS_MEASURED, *PHASES)
 """The numbers of one rank."""
-UNKNOWN = float("-inf")
+_UNKNOWN = float("-inf")
 
 _COLUMNS = len(PHASES) + 2
-_BLOCK = (NUM_LAST + 1) * _COLUMNS
 
 
 @final
@@ -98,15 +95,13 @@ def arrivals(calls: Sequence[Call], steps: Sequence[Step]) -> list[Arrival]:
 
 def pack(numbers: dict[str, float], last: Sequence[Step], found: Sequence[Arrival]) -> Tensor:
     """The row of one rank. `last`: at most `NUM_LAST` steps, and the saves behind them."""
-    row = torch.full((len(NUMBERS) + _BLOCK + 3 * NUM_CALLS,), float("nan"), dtype=torch.float64)
-    row[: len(NUMBERS)] = torch.tensor([numbers.get(name, UNKNOWN) for name in NUMBERS], dtype=torch.float64)
-    block = [[*step.seconds, step.backward_end, step.queued] for step in last]
-    row[len(NUMBERS) + _BLOCK - _COLUMNS * len(block) : len(NUMBERS) + _BLOCK] = torch.tensor(block).double().flatten()
-    shift = 16 * (NUM_LAST + 1 - len(last))
-    rows = [[each.key, each.late, each.place + shift] for each in found]
-    if rows:
-        row[len(NUMBERS) + _BLOCK :][: 3 * len(rows)] = torch.tensor(rows, dtype=torch.float64).flatten()
-    return row
+    num_missing = NUM_LAST + 1 - len(last)
+    row = [numbers.get(name, _UNKNOWN) for name in NUMBERS] + [float("nan")] * (num_missing * _COLUMNS)
+    for step in last:
+        row += (*step.seconds, step.backward_end, step.queued)
+    for each in found:
+        row += (each.key, each.late, each.place + 16 * num_missing)
+    return torch.tensor(row + [float("nan")] * (3 * (NUM_CALLS - len(found))), dtype=torch.float64)
 
 
 @final
@@ -114,11 +109,12 @@ class Gathered:
     """The rows of all ranks. Dims: R ranks, S last steps and the saves, P phases, C calls."""
 
     def __init__(self, rows: Tensor) -> None:
-        end = len(NUMBERS) + _BLOCK
-        self.numbers = [dict(zip(NUMBERS, row, strict=True)) for row in rows[:, : len(NUMBERS)].tolist()]
-        block = rows[:, len(NUMBERS) : end].view(len(rows), NUM_LAST + 1, _COLUMNS)
-        self.seconds_rsp, self.backward_end_rs, self.queued_rs = block[..., :7], block[..., 7], block[..., 8]
-        self.calls_rc = rows[:, end:].view(len(rows), -1, 3)
+        numbers, steps, calls = rows.split_with_sizes((len(NUMBERS), (NUM_LAST + 1) * _COLUMNS, 3 * NUM_CALLS), 1)
+        known = [zip(NUMBERS, row, strict=True) for row in numbers.tolist()]
+        self.numbers = [{name: number for name, number in each if number != _UNKNOWN} for each in known]
+        steps_rs = steps.view(len(rows), NUM_LAST + 1, _COLUMNS)
+        self.seconds_rsp, self.backward_end_rs, self.queued_rs = steps_rs[..., :7], steps_rs[..., 7], steps_rs[..., 8]
+        self.calls_rc = calls.view(len(rows), NUM_CALLS, 3)
 
     def waits(self) -> Tensor:
         """(R, S, P): how long each rank waited for others in each phase; NaN for steps whose calls are not all known.

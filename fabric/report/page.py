@@ -1,12 +1,11 @@
 """`fabric report`: one page, without a network and without a server, of one run, or of two side by side."""
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from fabric.monitor.table import in_words
 from fabric.report.plots import plots
 from fabric.report.run import Line, Run
 
@@ -29,18 +28,6 @@ def page(runs: Sequence[Run]) -> str:
         events=[sorted(_events(run)) for run in runs],
         slow=list(map(_slow, runs)),
     )
-
-
-def in_words(number: Any) -> str:
-    """A number with its unit's prefix: 1.25 M, 3.2 G; anything else as it is."""
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-        return "" if number is None else str(number)
-    if isinstance(number, int) and abs(number) < 1e6:
-        return f"{number:,}"
-    for factor, prefix in ((1e12, " T"), (1e9, " G"), (1e6, " M")):
-        if abs(number) >= factor:
-            return f"{number / factor:.4g}{prefix}"
-    return f"{number:.4g}"
 
 
 def _date(seconds: float) -> str:

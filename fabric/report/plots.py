@@ -20,15 +20,12 @@ INK, GRID = "#0e0e01", "#0e0e02"
 COLORS = tuple(f"#0f0f{number:02x}" for number in range(8))
 _OPTIONS = {
     "svg.fonttype": "none",
-    "font.family": "sans-serif",
     "font.size": 9,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": GRID,
-    "legend.fontsize": 8,
-    "lines.linewidth": 1.2,
 }
 _MEMORY = [f"monitor/{where}_memory{which}_bytes" for where in ("device", "host") for which in ("", "_peak")]
 _OF_THE_MONITOR: tuple[tuple[str, str, Sequence[str], str | None], ...] = (
@@ -71,9 +68,7 @@ def _draw(title: str, runs: Sequence[Run], draw: Callable[[Any, Run], None], hei
         ) from error
     with matplotlib.rc_context({**_OPTIONS, "svg.hashsalt": title}):
         figure = Figure(figsize=(9, height), layout="constrained")
-        figure.patch.set_alpha(0)
         for axes, run in zip(figure.subplots(1, len(runs), sharey=True, squeeze=False)[0], runs, strict=True):
-            axes.patch.set_alpha(0)
             draw(axes, run)
             if len(runs) > 1:
                 axes.set_title(run.name, fontsize=9)
@@ -82,11 +77,10 @@ def _draw(title: str, runs: Sequence[Run], draw: Callable[[Any, Run], None], hei
         if len(legend) > 1:
             figure.legend(legend.values(), legend, loc="outside upper left", ncols=len(legend))
         text = io.StringIO()
-        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", metadata=nothing, transparent=True)
     svg = re.sub(r"#0f0f0(\d)", r"var(--c\1)", text.getvalue().replace(INK, "var(--ink)").replace(GRID, "var(--grid)"))
-    box = svg[svg.index(" viewBox=") : svg.index(" xmlns=")]
-    inner = svg[svg.index(">", svg.index("<svg")) + 1 :]
-    return f'<svg role="img" aria-label="{escape(title)}"{box}>{inner}'
+    return f'<svg role="img" aria-label="{escape(title)}"{svg[svg.index("<svg") + len("<svg") :]}'
 
 
 def _lines(axes: Any, run: Run, unit: str, left: Sequence[str], right: str | None) -> None:
@@ -140,8 +134,7 @@ def _ranks(axes: Any, run: Run) -> None:
 
 def _means(run: Run) -> list[dict[str, float]]:
     """Of each rank, the milliseconds of a step in each phase: the mean over all windows."""
-    windows = run.of("window")
     return [
         {phase: 1000 * fmean(row.get(f"{phase}_seconds", 0.0) for row in rows) for phase in PHASES}
-        for rows in zip(*(window["ranks"] for window in windows), strict=False)
+        for rows in zip(*(window["ranks"] for window in run.of("window")), strict=False)
     ]

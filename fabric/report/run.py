@@ -67,7 +67,7 @@ def read(folder: Path) -> Run:
             f"`{folder}` is not a folder. Write that of a run: `fabric.monitor(folder=...)`, or `log_dir`."
         )
     notes: list[str] = []
-    described: Line = _json(folder / DESCRIPTION, notes) or {}
+    described = _json(folder / DESCRIPTION, notes)
     lines = tuple(_monitored(folder / MONITOR, notes))
     run = Run(
         folder=folder,
@@ -165,12 +165,10 @@ def _within(folder: Path, name: str) -> Iterator[Path]:
         yield from folder.glob("*/" * depth + name)
 
 
-def _json(file: Path, notes: list[str]) -> Line | None:
+def _json(file: Path, notes: list[str]) -> Line:
+    """The object in a file; an empty one without the file, or if it cannot be read."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-    except ValueError:
-        content = None
-    if file.exists() and not isinstance(content, dict):
+        return {**json.loads(file.read_text(encoding="utf-8"))} if file.exists() else {}
+    except (TypeError, ValueError):
         notes.append(f"{file.name} cannot be read; the rest is shown.")
-        return None
-    return content
+        return {}
