@@ -4,6 +4,7 @@ import io
 import json
 import re
 import time
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
@@ -20,10 +21,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabric import CSVLogger, Fabric
+from fabric import CSVLogger, Fabric, TensorBoardLogger
 from fabric.monitor.flops import ModelFlops, known_peak
 from fabric.monitor.table import Table
 from fabric.monitor.window import PHASES
+from fabric.strategies.collectives.flight_recorder import FlightRecorder
 
 
 def alone(**options: Any) -> Fabric:
@@ -165,6 +167,47 @@ def test_the_steps_that_the_sanitizer_watched_are_in_the_file(tmp_path: Path) ->
     assert lines[-1]["kind"] == "end"
 
 
+def called(fabric: Fabric) -> Counter[str]:
+    """The collectives of fifteen steps with a monitor that fifteen steps without one did not have."""
+    model, recorder = nn.Linear(2, 1), FlightRecorder()
+    model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.5))
+    counts = []
+    for is_monitored in (False, False, True):  # in its first steps DDP has collectives of its own
+        if is_monitored:
+            fabric.monitor(window_steps=4, show=False)
+        before = len(recorder.calls(with_lines=False))
+        for _ in range(15):
+            fabric.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append(Counter(call.operation.split()[0] for call in recorder.calls(with_lines=False)[before:]))
+    assert not counts[1] - counts[2]
+    return counts[2] - counts[1]
+
+
+@pytest.mark.slow
+def test_a_window_has_one_collective() -> None:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", sanitize=False, launcher="forkserver")
+    (number,) = fabric.launch(called).values()
+    assert number == 3, "windows end at the steps 6, 10 and 14"
+
+
+@pytest.mark.slow
+def test_tensorboard_has_the_numbers_of_each_window(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    metrics = train(alone(loggers=TensorBoardLogger(tmp_path)), Delay(), tmp_path / "run", 13, window_steps=5)
+    (file,) = tmp_path.glob("version_0/events.*")
+    found = [
+        (event.step, value.tag, value.simple_value)
+        for event in LegacyEventFileLoader(str(file)).Load()
+        for value in event.summary.value
+    ]
+    assert sorted({step for step, _, _ in found}) == [7, 12]
+    last = {tag: value for step, tag, value in found if step == 12}
+    assert last == {f"monitor/{name}": pytest.approx(value, rel=1e-6) for name, value in metrics.items()}
+
+
 def fail_in_the_second_step() -> None:
     with alone() as fabric:
         model = nn.Linear(2, 1)
@@ -288,9 +331,12 @@ def test_the_table_stands_beside_a_progress_bar_and_what_the_program_prints() ->
     assert "8/8" in shown
 
 
-def test_where_there_is_no_terminal_a_window_is_one_line() -> None:
-    file = io.StringIO()
-    Table(Console(file=file)).show(7, METRICS, [METRICS | {"rank": 0}], SLOW)
+@pytest.mark.parametrize("is_dumb", [False, True])
+def test_where_there_is_no_terminal_or_a_dumb_one_a_window_is_one_line(is_dumb: bool) -> None:
+    file = Terminal() if is_dumb else io.StringIO()
+    Table(Console(file=file, _environ={"TERM": "dumb"} if is_dumb else {})).show(
+        7, METRICS, [METRICS | {"rank": 0}], SLOW
+    )
     assert file.getvalue() == (
         "step 7, 12.3 steps/s, 394 samples/s, 1.2 M tokens/s, 320 TFLOP/s, MFU 41.2%, loss 2.31, norm 0.87, lr 0.0003"
         "; data 14%, forward 14%, backward 14%, optimizer 14%, waiting 14%, saving 14%, other 14%. "

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from delays import Delay, mover, train
+from delays import Delay, Slow, mover, train
 from pipelining import NUM_WORDS, Net, cut_evenly, loss_of
 from torch.optim import SGD
 from worlds import preload
@@ -74,7 +74,7 @@ def test_a_delay_that_moves_from_rank_to_rank_is_passing(tmp_path: Path) -> None
 
 
 def train_in_a_pipeline(fabric: Fabric, delay: Delay, folder: str) -> None:
-    """Each rank has some blocks; `delay` is in the first of them, or in the step."""
+    """Each rank has some blocks; `delay` is in the first of them, in the step, or in each save."""
     torch.set_num_threads(1)
     delay.rank, net = fabric.global_rank, Net()
     for block in net.blocks.values():
@@ -88,12 +88,17 @@ def train_in_a_pipeline(fabric: Fabric, delay: Delay, folder: str) -> None:
         fabric.backward(model(tokens, targets))
         optimizer.step()
         optimizer.zero_grad()
+        if delay.where == "saving" and delay.step % 4 == 3:
+            fabric.save(f"{folder}/saved", {"slow": Slow(delay)})
     fabric.close()
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
-@pytest.mark.parametrize(("where", "named"), [("forward", set()), ("optimizer", {(1, "optimizer", False)})])
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [("forward", set()), ("optimizer", {(1, "optimizer", False)}), ("saving", {(1, "saving", False)})],
+)
 def test_in_a_pipeline_a_rank_is_named_for_what_is_outside_its_schedule(
     where: str, named: set[Any], tmp_path: Path
 ) -> None:
@@ -101,7 +106,7 @@ def test_in_a_pipeline_a_rank_is_named_for_what_is_outside_its_schedule(
     stages = Pipeline(degree=2, num_microbatches=2, split=cut_evenly, loss_fn=loss_of)
     strategy = ModelParallelStrategy(pipeline=stages, data=2)
     fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, sanitize=False, launcher="forkserver")
-    fabric.launch(train_in_a_pipeline, Delay(where, seconds=0.06), str(tmp_path))
+    fabric.launch(train_in_a_pipeline, Delay(where, seconds=0.6 if where == "saving" else 0.06), str(tmp_path))
     slow = [line["slow"] for line in lines_of(tmp_path) if line["kind"] == "window"]
     assert len(slow) == 2
     assert {(each["rank"], each["phase"], each["is_passing"]) for each in slow if each} == named
@@ -119,11 +124,15 @@ def test_nobody_is_named_in_twenty_undisturbed_runs(tmp_path: Path) -> None:
     assert set(map(str, named)) == {"None"}
 
 
+NOW = 1.8e9
+"""Seconds of the system's clock."""
+
+
 def rows(*arrivals: float, node: tuple[int, ...] = (0, 0), ahead: float = 0.0) -> Gathered:
     """Two ranks whose six steps of 100 ms have one collective each, 10 ms before the end of backward."""
     packed = []
     for rank, arrival in enumerate(arrivals):
-        clock = ahead * node[rank]
+        clock = NOW + ahead * node[rank]
         steps = [Step([0.02, 0.0, 0.08, 0.0, 0.0, 0.0, 0.0], 0.1 * number + clock) for number in range(1, 7)]
         found = [
             Arrival(float(number), 0.1 * (number - 1) + arrival + clock, 16 * (number - 1) + 2 * BACKWARD + 1)
@@ -138,7 +147,7 @@ WAITS = torch.tensor([[0.05] * 6, [0.0] * 6], dtype=torch.float64)
 
 def test_a_rank_waits_from_its_arrival_to_that_of_the_last() -> None:
     gathered, ranks = rows(0.03, 0.08), SlowRanks()
-    torch.testing.assert_close(gathered.waits()[:, NUM_LAST - 6 : NUM_LAST, BACKWARD], WAITS)
+    torch.testing.assert_close(gathered.waits()[:, NUM_LAST - 6 : NUM_LAST, BACKWARD], WAITS, atol=1e-6, rtol=0)
     found = [ranks.find(gathered.seconds_rsp - gathered.waits(), gathered.queued_rs, 0.09) for _ in range(2)][1]
     assert found is not None
     assert (found.rank, found.phase, round(found.seconds, 3)) == (1, "backward", 0.05)
