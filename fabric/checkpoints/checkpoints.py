@@ -92,10 +92,8 @@ class Checkpoints:
         found = {} if state is None else state
         content = self._read(path)
         run = content.pop(RUN, None)
-        self._refuse_misfits("load", path, found, content, strict=strict)
+        self._begin_load("load", path, found, content, strict=strict)
         # What an optimizer keeps would not be trained on if it were made within `torch.inference_mode`.
-        for moment in self._moments.loading:
-            moment()
         with torch.inference_mode(False):
             rest = self._states.restore(found, content, strict=strict)
         if is_run(dict(found)):
@@ -108,9 +106,7 @@ class Checkpoints:
         if isinstance(obj, nn.Module):
             content = other_formats.with_tied(uncompiled(obj), content)
         name = type(obj).__name__
-        self._refuse_misfits("load_raw", path, {name: obj}, {name: content}, strict=strict)
-        for moment in self._moments.loading:
-            moment()
+        self._begin_load("load_raw", path, {name: obj}, {name: content}, strict=strict)
         with torch.inference_mode(False):
             self._states.load_into(obj, content, strict=strict)
 
@@ -144,8 +140,8 @@ class Checkpoints:
             return other_formats.load(self._collective, path)
         return read_and_verify.load(self._collective, storage)
 
-    def _refuse_misfits(self, method: str, path: Path, state: Any, content: Any, *, strict: bool) -> None:
-        """Raise CheckpointError on every rank if a state does not fit. Ranks: all."""
+    def _begin_load(self, method: str, path: Path, state: Any, content: Any, *, strict: bool) -> None:
+        """Raise CheckpointError on every rank if a state does not fit; then call `Check.loading`. Ranks: all."""
         rows = mismatches(dict(state), content, self._access, self._loaders)
         wrong = rows if strict else [row for row in rows if not row.is_left_out]
         with raised_together(self._collective, "read", os.fspath(path)):
@@ -156,6 +152,8 @@ class Checkpoints:
                 raise kind(f"it does not fit, and nothing was loaded.\n{table(wrong)}\n{hint}")
         if rows:
             self._runtime.report(f"`fabric.{method}(..., strict=False)` left out:\n{table(rows)}")
+        for moment in self._moments.loading:
+            moment()
 
     def _run_state(self, state: Mapping[str, Any]) -> RunState:
         return RunState(self._runtime, self._set_up, dict(state), self._report_once)

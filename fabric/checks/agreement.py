@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias, final
 
 import torch
 
+from fabric.launchers.watch.table import ranks_in_words
 from fabric.strategies.collectives.collective import Collective
 
 Kind: TypeAlias = Literal["modes", "steps", "options", "gradients", "weights", "states"]
@@ -97,15 +98,10 @@ def _first_difference(collective: Collective, facts: Facts, when: str, since: st
             if usual.text != (other := found[others[0]].text):
                 values = f" ({other or 'a value'} on rank {others[0]}, {usual.text or 'a value'} on rank {those[0]})"
             return (
-                f"{when[0].upper()}{when[1:]}, {fact.name} on {_ranks(others)} differs from that on {_ranks(those)}"
-                f"{values}. {since} {_ADVICE[fact.kind]}"
+                f"{when[0].upper()}{when[1:]}, {fact.name} on {ranks_in_words(others)} differs from that on "
+                f"{ranks_in_words(those)}{values}. {since} {_ADVICE[fact.kind]}"
             )
     raise AssertionError("nothing differs")
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 _ADVICE: Mapping[Kind, str] = {

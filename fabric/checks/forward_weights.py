@@ -9,7 +9,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.checks.agreement import SanitizerError
@@ -35,10 +34,6 @@ class WatchedModel:
         self._before: dict[nn.Module, dict[str, Tensor]] = {}
         """The parameters before forward, by their module and name."""
         self._hooks: list[RemovableHandle] = []
-
-    def has_gradients_of(self, optimizer: Optimizer) -> bool:
-        """Whether every rank has the averaged gradients of all its weights when this optimizer steps."""
-        return self.prepared.layout.gradients == "replicas" and self.prepared.holds(optimizer)
 
     def attach(self) -> None:
         """Compare in each forward from the next one on. Does nothing for a model without shards."""

@@ -242,9 +242,10 @@ class Watch(Check):
             self._moments.num_backwards += 1
             self._compare()
             self._is_counted_here = True
-        watched = self._models()
-        models = [each.prepared for each in watched if each.has_gradients_of(optimizer)]
-        names = names_in(models or (each.prepared for each in watched))
+        prepared = [each.prepared for each in self._models()]
+        # Those of which every rank has the averaged gradients of all weights.
+        models = [each for each in prepared if each.layout.gradients == "replicas" and each.holds(optimizer)]
+        names = names_in(models or prepared)
         among = {id(each) for each in parameters_of(optimizer)}
         if not models:
             among -= self._held[optimizer] | names.keys()

@@ -97,11 +97,10 @@ def _at(failure: Failure) -> int:
     return failure.at_ns
 
 
-def worker_error(failures: Sequence[Failure], size: int, left: Sequence[Failure], *, num_nodes: int = 1) -> WorkerError:
+def worker_error(root: Failure, message: str) -> WorkerError:
     """The exception that `launch(function)` raises for the failures of one launch, with its cause."""
-    root = first(failures, left)
     return WorkerError(
-        describe(failures, size, left, num_nodes=num_nodes),
+        message,
         rank=root.rank,
         exit_code=root.exit_code,
         signal=root.signal,

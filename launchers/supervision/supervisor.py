@@ -168,14 +168,17 @@ class Supervisor:
         while self._running:
             self._poll()
         if self.failures and self.ended_by is None:
-            num_nodes = self.topology.num_nodes
-            words = failure.describe(self.failures, self.topology.size, self.departures, num_nodes=num_nodes)
-            self._output.note_failure(words)
+            self._output.note_failure(self.describe())
         self._point.close(failed=error is not None or bool(self.failures))
         self._guardian.close()
         self._selector.close()
         self._output.close()
         self.signals.restore()
+
+    def describe(self) -> str:
+        """The message for the failures."""
+        size, num_nodes = self.topology.size, self.topology.num_nodes
+        return failure.describe(self.failures, size, self.departures, num_nodes=num_nodes)
 
     def abandon(self) -> None:
         """In a rank that was forked from this process: release everything that belongs to the supervisor."""
@@ -410,14 +413,10 @@ def supervise(
                 with supervisor.starting(local_rank) as world:
                     supervisor.add(start(world))
             supervisor.wait()
-        failures = supervisor.failures
-        if not failures or supervisor.ended_by is not None or topology.attempt == max_restarts:
+        if not supervisor.failures or supervisor.ended_by is not None or topology.attempt == max_restarts:
             return supervisor
         topology = replace(topology, attempt=topology.attempt + 1)
-        say(
-            f"{failure.describe(failures, topology.size, supervisor.departures)}\n\n"
-            f"All ranks start again: restart {topology.attempt} of {max_restarts}."
-        )
+        say(f"{supervisor.describe()}\n\nAll ranks start again: restart {topology.attempt} of {max_restarts}.")
 
 
 def say(words: str) -> None:
@@ -436,8 +435,7 @@ def results_of(supervisor: Supervisor) -> list[Any]:
     if number is not None:
         os.kill(os.getpid(), number)  # the handlers are back: Ctrl-C becomes a KeyboardInterrupt here
     if supervisor.failures:
-        size, num_nodes = supervisor.topology.size, supervisor.topology.num_nodes
-        raise failure.worker_error(supervisor.failures, size, supervisor.departures, num_nodes=num_nodes)
+        raise failure.worker_error(failure.first(supervisor.failures, supervisor.departures), supervisor.describe())
     return [pickle.loads(pickled) for _, pickled in sorted(supervisor.results.items())]
 
 
@@ -449,10 +447,8 @@ def leave_with(supervisor: Supervisor) -> NoReturn:
     if not supervisor.failures:
         raise SystemExit(0)
     root = failure.first(supervisor.failures, supervisor.departures)
-    size, num_nodes = supervisor.topology.size, supervisor.topology.num_nodes
-    report = failure.describe(supervisor.failures, size, supervisor.departures, num_nodes=num_nodes)
     above = "\n" if sys.stderr.isatty() else ""  # the line of a progress bar
-    print(f"{above}{report}", file=sys.stderr, flush=True)
+    print(f"{above}{supervisor.describe()}", file=sys.stderr, flush=True)
     raise SystemExit(128 + root.signal if root.signal is not None else root.exit_code or 1)
 
 

@@ -161,9 +161,8 @@ def _how_long(alike: Sequence[Activity]) -> str:
     known = [each.seconds for each in alike if each.seconds is not None]
     if not known:
         return ""
-    if alike[0].kind == "collective":
-        return in_words(max(known))
-    return f"last collective {in_words(max(known))} ago"
+    longest = in_words(max(known))
+    return longest if alike[0].kind == "collective" else f"last collective {longest} ago"
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -194,19 +193,12 @@ def _difference(group: str, activities: Sequence[Activity]) -> list[str]:
         if len({_compared(call.operation) if call is not None else "" for call in made.values()}) > 1:
             before = next((known[number - 1] for known in calls.values() if number - 1 in known), None)
             alike = [f"  call {number - 1}, on all ranks: {_said(before)}"] if before is not None else []
-            return [
-                f"In the process group {group} the ranks diverge at call {number}:",
-                *alike,
-                *_side_by_side(number, made),
-            ]
+            speakers: dict[str, list[int]] = {}
+            for rank, call in made.items():
+                speakers.setdefault(_said(call), []).append(rank)
+            rows = [f"  call {number}, {ranks_in_words(ranks)}: {text}" for text, ranks in speakers.items()]
+            return [f"In the process group {group} the ranks diverge at call {number}:", *alike, *rows]
     return []
-
-
-def _side_by_side(number: int, made: dict[int, Call | None]) -> list[str]:
-    speakers: dict[str, list[int]] = {}
-    for rank, call in made.items():
-        speakers.setdefault(_said(call), []).append(rank)
-    return [f"  call {number}, {ranks_in_words(ranks)}: {text}" for text, ranks in speakers.items()]
 
 
 def _compared(operation: str) -> str:

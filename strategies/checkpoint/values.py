@@ -56,11 +56,13 @@ def encode(value: Any, keep: Keep, is_kept: Callable[[Any], bool], at: str = "")
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
+
+    def inner(key: object, entry: Any) -> Json:
+        return encode(entry, keep, (lambda _: False) if type(key) is _Key else is_kept, pointer(at, key))
+
     write = _WRITERS.get(type(value))
     if write is not None:
-        return write(
-            value, lambda key, entry: encode(entry, keep, _never if type(key) is _Key else is_kept, pointer(at, key))
-        )
+        return write(value, inner)
     if isinstance(value, PurePath):
         return {"$path": str(value)}
     fields = _fields(value) if type(value) in torch.serialization.get_safe_globals() else None
@@ -104,10 +106,6 @@ class _Key:
 
     def __str__(self) -> str:
         return f"{self._key!r} as key"
-
-
-def _never(_: Any) -> bool:
-    return False
 
 
 def _dict(value: dict[Any, Any], inner: Inner) -> Json:

@@ -78,9 +78,8 @@ def _pickled(obj: Any, call: str, tensors: list[Tensor] | None) -> bytes:
         specs = [Spec.of(tensor) for tensor in tensors]
         return _OBJECT + pickle.dumps([(s.dtype, s.shape, s.device_type) for s in specs]) + rest.getvalue()
     except Exception as error:  # whatever the object's own code raises
-        return (
-            _FAILURE + f"`{call}`: a {type(obj).__name__} cannot be pickled: {type(error).__name__}: {error}".encode()
-        )
+        words = f"`{call}`: a {type(obj).__name__} cannot be pickled: {type(error).__name__}: {error}"
+        return _FAILURE + words.encode()
 
 
 def _raise_failure(pickled: bytes, src: int, rank: int) -> None:

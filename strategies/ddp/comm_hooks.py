@@ -47,7 +47,7 @@ def check(hook: Any) -> None:
         )
 
 
-def why_not(hook: CommHook, backend: str) -> str | None:
+def why_not(hook: CommHook | None, backend: str) -> str | None:
     """None if the hook works; otherwise an error message that says what to write."""
     if isinstance(hook, PowerSGD) and backend == "gloo":
         # It issues collectives from callbacks, which gloo's threads run in a different order on each rank: the process

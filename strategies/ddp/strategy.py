@@ -64,10 +64,7 @@ class DDPStrategy(ProcessGroupStrategy):
         return {} if self.find_unused_parameters else {"unused": UNUSED}
 
     def why_not(self, target: Target) -> str | None:
-        if self.comm_hook is None:
-            return None
-        backend = self.backend or target.accelerator.backend
-        return why_not(self.comm_hook, backend)
+        return why_not(self.comm_hook, self.backend or target.accelerator.backend)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         if runtime.device.type == "cpu" and get_debug_level() == DebugLevel.DETAIL:

@@ -74,7 +74,12 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def __post_init__(self) -> None:
         check_policy(self.auto_wrap_policy, "auto_wrap_policy")
-        _check_mesh(self.device_mesh)
+        mesh: Any = self.device_mesh
+        is_pair = isinstance(mesh, (tuple, list)) and len(mesh) == 2 and all(isinstance(degree, int) for degree in mesh)
+        if not (mesh is None or mesh == "nodes" or is_pair):
+            raise ValueError(
+                f"`device_mesh={mesh!r}`: write two whole numbers, `(replicas, shards)`, 'nodes', or None."
+            )
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
@@ -127,8 +132,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             make_contiguous(inner)
             uninitialized.fill_all(inner, runtime.device, runtime.collective, then=shard)
         sync = ShardedGradientSync(runtime, inner, uninitialized, broadcast_buffers=self.broadcast_buffers)
-        mark = partial(mark_gathering, inner)
-        path = ForwardPath(inner, with_precision(runtime, sync.forward), mark)
+        path = ForwardPath(inner, with_precision(runtime, sync.forward), partial(mark_gathering, inner))
         made = make_prepared(
             runtime, module, optimizers, sync, path, *(hook.remove for hook in hooks), refuse_copies(inner, IN_SHARDS)
         )
@@ -200,10 +204,3 @@ _LEAVE_OUT = (
     "Leave `fully_shard` out, and write `FSDPStrategy(auto_wrap_policy={{{name}}})`; or call it in "
     "`ModelParallelStrategy(parallelize_fn=function, shard='auto')`."
 )
-
-
-def _check_mesh(mesh: Any) -> None:
-    """Raise ValueError for a wrong `device_mesh`."""
-    is_pair = isinstance(mesh, (tuple, list)) and len(mesh) == 2 and all(isinstance(degree, int) for degree in mesh)
-    if not (mesh is None or mesh == "nodes" or is_pair):
-        raise ValueError(f"`device_mesh={mesh!r}`: write two whole numbers, `(replicas, shards)`, 'nodes', or None.")

@@ -80,13 +80,12 @@ def redistribute(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = cast(Tensor, gradient.redistribute(placements=layout.placements))
 
 
-def _present_anywhere(collective: Collective, parameters: Iterable[Tensor]) -> list[Tensor]:
+def _present_anywhere(collective: Collective, parameters: Sequence[Tensor]) -> list[Tensor]:
     """The parameters with a gradient on any rank; this rank gets zeros if it has none.
 
     On an accelerator, only a rank that lacks a gradient waits for the device. Raises: RuntimeError: a gradient is
     sparse on any rank, before anything is sent; on an accelerator, where all gradients of a rank are dense, on others.
     """
-    parameters = list(parameters)
     if not parameters:
         return []
     kinds, device = [kind_of(parameter.grad) for parameter in parameters], parameters[0].device
@@ -251,9 +250,6 @@ def backward_through(
     watched = [ref(sync) for sync in syncs if not isinstance(sync, LocalGradientSync)]
     refused = [refusal for sync in syncs for refusal in sync.refuses.items()]
 
-    def backward_alone(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         for word, sentence in refused if kwargs else ():
             if kwargs.get(word) is not None and kwargs[word] is not False:
@@ -267,7 +263,7 @@ def backward_through(
         for finish in finishes:
             finish()
 
-    chosen = backward_alone if scale_loss is None and not watched else backward
+    chosen = Tensor.backward if scale_loss is None and not watched else backward
     return chosen if within is None else partial(_run_within, within, chosen)
 
 

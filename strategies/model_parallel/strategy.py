@@ -136,8 +136,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
         refuse_sparse_layers("model_parallel", inner, sharded=True)
         averaging = MeshAveraging(runtime, inner)
         sync = ShardedGradientSync(runtime, inner, uninitialized, averaging, broadcast_buffers=self.broadcast_buffers)
-        mark = partial(mark_gathering, inner)
-        path = ForwardPath(inner, with_precision(runtime, sync.forward), mark)
+        path = ForwardPath(inner, with_precision(runtime, sync.forward), partial(mark_gathering, inner))
         is_sharded = any(as_sharded(parameter) is not None for parameter in inner.parameters())
         ends = [
             *(hook.remove for hook in list_hidden_tensors_of_units(inner)),

@@ -41,7 +41,10 @@ class ForwardPath:
         on_mark: Callable[[str], None] = lambda name: None,
         uncompilable: str | None = None,
     ) -> None:
-        _forget_original(module)
+        mark = vars(module).get("mark_forward_method")
+        if isinstance(mark, functools.partial) and mark.func is _not_prepared:  # a copy of a prepared module
+            object.__delattr__(module, "mark_forward_method")
+            forget_copied_hooks(module)
         if "mark_forward_method" in dir(module):
             raise ValueError(
                 f"`{type(module).__name__}` already has a `mark_forward_method`: it was set up before, or defines "
@@ -168,15 +171,6 @@ def _not_prepared(name: str, method: str | Callable[..., Any]) -> None:
 
 def _itself(given: Any) -> Any:
     return given
-
-
-def _forget_original(module: nn.Module) -> None:
-    """Remove our attributes and hooks from a copy of a prepared module."""
-    mark = vars(module).get("mark_forward_method")
-    if not (isinstance(mark, functools.partial) and mark.func is _not_prepared):
-        return
-    object.__delattr__(module, "mark_forward_method")
-    forget_copied_hooks(module)
 
 
 # Note [Only the user's functions are compiled]

@@ -27,7 +27,8 @@ def rebinding(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[No
     yield
     after = parameters_by_name(module)
     assert before.keys() == after.keys()
-    hooked = [name for name, old in before.items() if after[name] is not old and _has_hooks(old)]
+    replaced = {name: old for name, old in before.items() if after[name] is not old}
+    hooked = [name for name, old in replaced.items() if old._backward_hooks or old._post_accumulate_grad_hooks]
     if hooked:
         raise ValueError(HOOKED.format(names=", ".join(map(repr, hooked[:5])), model=user_class(module).__name__))
     rebind(before, after, optimizers)
@@ -52,7 +53,13 @@ def rebind(
         if old is not new and old.grad is not None:
             new.grad = shard_like(old.grad, new)
     for optimizer in optimizers:
-        _rebind(optimizer, replaced)
+        for group in optimizer.param_groups:
+            group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+        for old in [parameter for parameter in optimizer.state if parameter in replaced]:
+            new, entries = replaced[old], optimizer.state.pop(old)
+            if not needs_owners(optimizer):
+                entries = {name: shard_state(name, value, new) for name, value in entries.items()}
+            optimizer.state[new] = entries
 
 
 HOOKED = (
@@ -60,17 +67,3 @@ HOOKED = (
     "`{model}`, which are sharded: {names}. Change the gradients between `fabric.backward(loss)` and "
     "`optimizer.step()`, or call `parameter.register_post_accumulate_grad_hook` after `fabric.setup`."
 )
-
-
-def _has_hooks(parameter: Tensor) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def _rebind(optimizer: Optimizer, replaced: dict[Tensor, nn.Parameter]) -> None:
-    for group in optimizer.param_groups:
-        group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
-    for old in [parameter for parameter in optimizer.state if parameter in replaced]:
-        new, entries = replaced[old], optimizer.state.pop(old)
-        if not needs_owners(optimizer):
-            entries = {name: shard_state(name, value, new) for name, value in entries.items()}
-        optimizer.state[new] = entries

@@ -109,11 +109,7 @@ def _with_originals(
         if child is not None:
             module._modules[name] = _with_originals(child, own, users)
     original = own.get(module)
-    return original if not is_root and original is not None and _is_whole(module, original) else module
-
-
-def _is_whole(copy: nn.Module, original: nn.Module) -> bool:
-    return _contents(copy) == _contents(original)
+    return module if is_root or original is None or _contents(module) != _contents(original) else original
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:

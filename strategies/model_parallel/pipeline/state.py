@@ -5,8 +5,7 @@ parameters have the indices that they had before `setup`, in the unsplit model.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,16 +17,8 @@ from fabric.strategies.optimizers.elementwise import updates_each
 from fabric.strategies.tensors.nests import map_leaves
 from fabric.strategies.tensors.parameters import parameters_of
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """The parameter groups of an optimizer before the model was split."""
-
-    kept: list[list[int]]
-    """For each group, the indices of the parameters that this rank holds."""
-    indices: list[list[int]]
-    """For each group, the indices of all its parameters."""
+_Group: TypeAlias = tuple[list[int], list[int]]
+"""A parameter group before the model was split: the indices of the parameters that this rank holds, and of all."""
 
 
 @final
@@ -37,7 +28,7 @@ class WholeModel:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.shapes = PLAIN.shapes(model)
-        self.groups: dict[Optimizer, _Groups] = {}
+        self.groups: dict[Optimizer, list[_Group]] = {}
 
     def leave(self, optimizers: Sequence[Optimizer]) -> None:
         """Remove the parameters of other ranks' stages, which the model no longer has, from the optimizers.
@@ -52,14 +43,13 @@ class WholeModel:
                     "rank has the gradients of its stages only. Use one that updates each by itself, such as AdamW."
                 )
             index = {parameter: place for place, parameter in enumerate(dict.fromkeys(parameters_of(optimizer)))}
-            groups = _Groups([], [])
+            groups = self.groups[optimizer] = list[_Group]()
             for group in optimizer.param_groups:
-                groups.indices.append([index[parameter] for parameter in group["params"]])
+                indices = [index[parameter] for parameter in group["params"]]
                 group["params"][:] = [parameter for parameter in group["params"] if parameter in own]
-                groups.kept.append([index[parameter] for parameter in group["params"]])
+                groups.append(([index[parameter] for parameter in group["params"]], indices))
             for parameter in [each for each in optimizer.state if each not in own]:
                 del optimizer.state[parameter]
-            self.groups[optimizer] = groups
 
 
 @final
@@ -88,21 +78,19 @@ class PipelineState(StateAccess):
         return {name[len(prefix) :]: shape for name, shape in self.whole.shapes.items() if name.startswith(prefix)}
 
     def group_sizes(self, optimizer: Optimizer) -> list[int]:
-        return [len(indices) for indices in self._groups(optimizer).indices]
+        return [len(indices) for _, indices in self._groups(optimizer)]
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         content, groups = self.inner.read_optimizer(optimizer), self._groups(optimizer)
-        flat = [index for kept in groups.kept for index in kept]
+        flat = [index for kept, _ in groups for index in kept]
         whole = self._pieces({flat[place]: entries for place, entries in content["state"].items()})
-        described = [
-            {**group, "params": indices} for group, indices in zip(content["param_groups"], groups.indices, strict=True)
-        ]
+        pairs = zip(content["param_groups"], groups, strict=True)
+        described = [{**group, "params": indices} for group, (_, indices) in pairs]
         return {**content, "state": dict(sorted(whole.items())), "param_groups": described}
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
-        groups = self._groups(optimizer)
         states, described, count = {}, [], 0
-        for kept, indices, saved in zip(groups.kept, groups.indices, content["param_groups"], strict=True):
+        for (kept, indices), saved in zip(self._groups(optimizer), content["param_groups"], strict=True):
             by_index = dict(zip(indices, saved["params"], strict=True))
             for place, index in enumerate(kept, start=count):
                 if by_index[index] in content["state"]:
@@ -111,7 +99,7 @@ class PipelineState(StateAccess):
             count += len(kept)
         self.inner.write_optimizer(optimizer, {**content, "state": states, "param_groups": described})
 
-    def _groups(self, optimizer: Optimizer) -> _Groups:
+    def _groups(self, optimizer: Optimizer) -> list[_Group]:
         if optimizer not in self.whole.groups:
             raise ValueError(
                 f"This `{type(optimizer).__name__}` was made after `setup`, from the parameters of one rank's stages, "
