@@ -61,18 +61,13 @@ def _runs(function: Callable[[int], object], size: int) -> bool:
         function(size)
     except (MemoryError, RuntimeError) as error:  # `torch.OutOfMemoryError` is a RuntimeError
         is_fitting = False
-        if not _is_of_memory(error):
+        is_named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_named and not any(words in str(error) for words in _OF_MEMORY):
             raise
     gc.collect()  # the frames of an exception may be in reference cycles
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
     return is_fitting
-
-
-def _is_of_memory(error: BaseException) -> bool:
-    words = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")
-    is_named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return is_named or any(each in str(error) for each in words)
 
 
 @contextmanager
@@ -118,6 +113,8 @@ def _parameters(objects: SetUp) -> Iterator[Tensor]:
         yield from sync.parameters_held()
 
 
+_OF_MEMORY = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")
+"""Words in errors of torch's allocators and of libraries that allocate."""
 _PRESENT = (
     "`find_batch_size` while parameters have gradients: a trial has gradients of its own. Call it before the first "
     "`fabric.backward` of a step, or after `optimizer.zero_grad()`, which sets gradients to None."

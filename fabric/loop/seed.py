@@ -3,12 +3,10 @@
 Nothing is written to the environment: the generators themselves are the only state.
 """
 
-import random
-import sys
-
 import torch
 
 from fabric.strategies.accelerators.accelerator_registry import accelerators
+from fabric.strategies.data.rng import seed_process
 
 
 def seed_everything(seed: int, workers: bool = True) -> int:
@@ -27,10 +25,8 @@ def seed_everything(seed: int, workers: bool = True) -> int:
             "generator of their rank. Leave `workers` out, and draw what must not be reproducible in a "
             "`worker_init_fn`."
         )
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+    seed_process(seed)
+    torch.manual_seed(seed)  # also of every device
     for accelerator in accelerators(installed=False):
         accelerator.seed()
     return seed

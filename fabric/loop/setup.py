@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from fabric.checks.check import Moments, StepCounter
 from fabric.checks.unprepared_optimizers import UnpreparedOptimizers
 from fabric.loop.accumulation import Accumulation
-from fabric.loop.weighting import ClosureLoss, Weighting
+from fabric.loop.weighting import Weighting, average_closure_loss
 from fabric.strategies.accelerators.accelerator_registry import make_accelerator
 from fabric.strategies.checkpoint.direct_state_dict import refuse_whole_states, report_shards
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful
@@ -62,7 +62,6 @@ class SetUp:
     ) -> None:
         self.runtime, self._strategy, self._moments = runtime, strategy, moments
         self.accumulation, self.weighting = accumulation, weighting
-        self._closure_loss = ClosureLoss(runtime.collective, weighting)
         self._numbers = count()
         self._models: WeakValueDictionary[int, Prepared] = WeakValueDictionary()
         self.optimizers: WeakKeyDictionary[Optimizer, StepCounter] = WeakKeyDictionary()
@@ -319,7 +318,7 @@ class SetUp:
             undo.callback(vars(optimizer).pop, "_set_up", None)
             optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # the loss scaler sets it
             undo.callback(vars(optimizer).pop, "step_was_skipped", None)
-            undo.callback(self._closure_loss.attach(optimizer))
+            undo.callback(average_closure_loss(optimizer, runtime.collective, self.weighting))
             if not needs_owners(optimizer):  # whose states are whole
                 undo.callback(optimizer.register_load_state_dict_pre_hook(refuse_whole_states).remove)
             self.optimizers[optimizer] = counter = StepCounter()

@@ -193,39 +193,33 @@ def _is_nonzero(gradient: Tensor | None) -> bool:
     return gradient is not None and bool(local_part(gradient).count_nonzero())
 
 
-@final
-class ClosureLoss:
-    """Averages the loss that a closure returns to LBFGS over the ranks, as its gradients are.
+def average_closure_loss(optimizer: Optimizer, collective: Collective, weighting: Weighting) -> Callable[[], None]:
+    """Average the loss that a closure returns to LBFGS over the ranks, as its gradients are. Returns a function that
+    undoes it.
 
     LBFGS is the optimizer of torch that computes with it: the line search chooses the length of a step by it. With the
     losses of their own samples, ranks would take steps of different lengths.
     """
+    if not isinstance(optimizer, LBFGS) or collective.size == 1:
+        return lambda: None
 
-    def __init__(self, collective: Collective, weighting: Weighting) -> None:
-        self._collective, self._weighting = collective, weighting
-
-    def attach(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Average the loss of closures from now on, if the optimizer computes with it. Returns a function that undoes
-        it."""
-        if not isinstance(optimizer, LBFGS) or self._collective.size == 1:
-            return lambda: None
-        return hook_steps(optimizer, self._wrap)
-
-    def _wrap(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def wrap(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of `step` with the closure wrapped. `args[0]` is the optimizer."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        return None if closure is None else ((optimizer, lambda: self._mean(closure())), {})
+        return None if closure is None else ((optimizer, lambda: mean_of(closure())), {})
 
-    def _mean(self, loss: Any) -> Any:
+    def mean_of(loss: Any) -> Any:
         """The mean of the loss over the ranks. Ranks: all. Raises: RuntimeError: it is not the loss of all samples."""
         if not isinstance(loss, (Tensor, float)):
             return loss
         own = torch.as_tensor(loss).detach()
         alone = own.double().reshape(())
-        mean: Tensor = nested.all_reduce(self._collective, alone)
-        if self._weighting.is_used and self._collective.reduce_boolean_decision(bool(mean != alone), require_all=False):
+        mean: Tensor = nested.all_reduce(collective, alone)
+        if weighting.is_used and collective.reduce_boolean_decision(bool(mean != alone), require_all=False):
             raise RuntimeError(_CLOSURE)
         return mean.to(own.dtype).reshape(own.shape)
+
+    return hook_steps(optimizer, wrap)
 
 
 _MIXED = (

@@ -47,23 +47,11 @@ class Cursor:
         """At the first sample of the epoch."""
         return Cursor(epoch=self.epoch)
 
-    def after(self, batches: int, samples: int) -> "Cursor":
-        """After so many batches since `start`, which have so many samples."""
-        return replace(self, batches=batches, samples=self.start + samples, left=None)
-
-    def in_other_steps(self) -> "Cursor":
-        """At the same sample, for steps of another number of samples."""
-        return replace(self, start=self.samples, batches=0)
-
     def in_other_rounds(self, num_ranks: int) -> "Cursor":
         """At the same batch of a stream of batches, of which `num_ranks` ranks have read one each; `start` has their
         number."""
         start = self.start + self.batches * num_ranks
         return replace(self, start=start, batches=0, samples=max(self.samples, start))
-
-    def in_same_loader(self) -> "Cursor":
-        """At the same sample, for a loader that resumes at its own position and is counted from there."""
-        return replace(self, start=self.samples, first=())
 
     def in_epoch(self, epoch: int) -> "Cursor":
         """The same position, if that is its epoch; otherwise the start of the epoch, for which the loader is left."""

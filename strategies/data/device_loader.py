@@ -14,7 +14,7 @@ from fabric.strategies.data import huggingface
 from fabric.strategies.data.context import LoaderContext
 from fabric.strategies.data.cursor import Cursor, Iteration
 from fabric.strategies.data.epochs import Epoch, Order
-from fabric.strategies.data.partition import Cut, RoundRobinCut, Share, length_of
+from fabric.strategies.data.partition import BatchCut, Cut, SampleCut, Share, length_of
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.sources import IndexSource, PreparedStream
 from fabric.strategies.data.transfer import Carry, one_by_one
@@ -295,7 +295,8 @@ class DeviceLoader:
                 f"{part.count}, which reads another part. Load this rank's own state, in a world of the same size."
             )
         at = self._recut(Cursor(**state_dict["cursor"]), state_dict["cut"])
-        return at if self._reading.position is None else at.in_same_loader()
+        # A loader that resumes at its own position is counted from there.
+        return at if self._reading.position is None else replace(at, start=at.samples, first=())
 
     @property
     def _told(self) -> list[int | None]:
@@ -312,7 +313,9 @@ class DeviceLoader:
     def _cut(self) -> dict[str, int | None]:
         """How the order is divided into steps; `step`: number of items in each."""
         index, cut = self._reading.index, self._reading.cut
-        items = getattr(self._loader, "dataset", None) if index is None or not cut.keeps_samples else index.items
+        items = (
+            getattr(self._loader, "dataset", None) if index is None or not isinstance(cut, SampleCut) else index.items
+        )
         return {"ranks": cut.share.count, "step": cut.reads[1], "items": length_of(items)}
 
     def _recut(self, at: Cursor, saved: dict[str, int | None]) -> Cursor:
@@ -326,9 +329,9 @@ class DeviceLoader:
         if saved == here:
             return at
         if self._reading.index is not None and self._reading.position is None:
-            return at.in_other_steps()
+            return replace(at, start=at.samples, batches=0)  # steps begin at any sample
         if saved["step"] != here["step"]:
-            if self._reading.stream is not None and self._reading.stream.resumes_by_batch(self._loader):
+            if isinstance(self._reading.cut, BatchCut):  # whole batches of a stream
                 return at.in_other_rounds(saved["ranks"] or 1)
             raise ValueError(
                 f"The checkpoint has the position of a loader that read {saved['step']} samples per step on "
@@ -426,7 +429,7 @@ class DeviceLoader:
         return order.latest
 
 
-_WHOLE = RoundRobinCut(share=Share(), uneven=True)
+_WHOLE = SampleCut(share=Share(), uneven=True)
 _ENTRIES = {"cursor", "cut", "told", "order", "seed", "process", "generators"}
 """What the state of a loader has."""
 OTHER_THREAD = (

@@ -158,8 +158,10 @@ class Epoch:
         """Where the loop is."""
         self._pass()
         first = () if self.drawn is None else self.drawn.first or ()
-        at = self.begun_at.after(self.begun_at.batches + self.iteration.num_own, self._end)
-        return replace(at, first=first, only_repeats=self.iteration.only_repeats)
+        at, iteration = self.begun_at, self.iteration
+        batches, samples = at.batches + iteration.num_own, at.start + self._end
+        only_repeats = iteration.only_repeats
+        return replace(at, batches=batches, samples=samples, left=None, first=first, only_repeats=only_repeats)
 
     @property
     def num_fetched(self) -> int:

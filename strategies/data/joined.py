@@ -25,8 +25,6 @@ class JoinedCut(Cut):
     cut: Cut
     joined: Joined
 
-    keeps_samples = False
-
     @property
     def reads(self) -> tuple[int, int]:
         return self.cut.reads

@@ -20,7 +20,7 @@ from fabric.strategies.data.context import ALONE, LoaderContext
 from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch, own_position
 from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.joined import JoinedBatches, JoinedStream, of_all_shares
-from fabric.strategies.data.partition import BatchCut, Cut, Joined, RoundRobinCut, SampleCut, length_of
+from fabric.strategies.data.partition import BatchCut, Cut, Joined, SampleCut, length_of
 from fabric.strategies.data.presplit import parts_of, split_of
 from fabric.strategies.data.rng import own_rngs, process_rngs, read_all, torch_rng, write_all
 from fabric.strategies.data.token_batches import TokenStream
@@ -252,13 +252,13 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], conte
                 context.report(_SPLITS_ITSELF.format(name=name))
                 return replace(_own(loader, context), agreement=_equal_batches(loader, name, context, exact=False))
         context.report(part)
-    is_filled = isinstance(dataset, TokenStream)
-    cut: Cut = BatchCut(share=share, uneven=uneven) if is_filled else RoundRobinCut(share=share, uneven=uneven)
-    if batch_size is not None:
-        cut = SampleCut(share=context.first_share, uneven=uneven, batch_size=batch_size, drop_last=loader.drop_last)
-        cut = of_all_shares(cut, joined)
-        if joined is not None and isinstance(sources.split_stream(dataset, context.first_share), sources.SplitStream):
+    cut: Cut = SampleCut(share=context.first_share, uneven=uneven, batch_size=batch_size, drop_last=loader.drop_last)
+    if batch_size is None and isinstance(dataset, TokenStream):
+        cut = BatchCut(share=share, uneven=uneven)
+    elif batch_size is not None and joined is not None:
+        if isinstance(sources.split_stream(dataset, context.first_share), sources.SplitStream):
             return _joined_parts(loader, dataset, batch_size, joined)
+        cut = of_all_shares(cut, joined)
     drawn_here = order if loader.num_workers == 0 else None
     stream = sources.PreparedStream(dataset, cut, order=drawn_here, is_reseeded=loader.persistent_workers)
     source = _copy(loader, dataset=stream, batch_sampler=None)
@@ -323,7 +323,7 @@ def _agreement(loader: Iterable[Any], words: str, context: LoaderContext) -> Agr
 
 def _as_items(items: Iterable[Any], context: LoaderContext) -> Reading:
     """An iterable of batches, distributed round-robin."""
-    cut = RoundRobinCut(share=context.share, uneven=not context.trains)
+    cut = SampleCut(share=context.share, uneven=not context.trains)
     _refuse(cut, items)
     order, _, _ = _order(process_rngs(), items, context, shuffles=not _draws_by_itself(items))
     # Only a list is read ahead: any other iterable may have a state, which follows the loop.

@@ -3,9 +3,9 @@
 A strategy chooses the `Share` of a rank. Ranks that hold parts of one model (tensor parallel) have the same share.
 
 There is a class for each kind of items. `SampleCut`: single samples; the ranks' batches of a step, concatenated, are
-the batch of one process with a batch size `count` times as large. `BatchCut`: batches of indices, distributed
-round-robin; the last batches are split if necessary. `RoundRobinCut`: items that cannot be split, round-robin. All
-ranks get the same number of batches. If equal numbers are impossible, `uneven=True` gives the first ranks one batch
+the batch of one process with a batch size `count` times as large. Without a batch size, each item goes to one rank as
+it is, round-robin. `BatchCut`: batches of indices, distributed round-robin; the last batches are split if necessary.
+All ranks get the same number of batches. If equal numbers are impossible, `uneven=True` gives the first ranks one batch
 more, and `uneven=False` drops the tail with a warning.
 
 Note [The tail of an epoch]
@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, final
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final
 
 T = TypeVar("T")
 
@@ -81,9 +81,6 @@ class Cut(ABC):
     share: Share
     uneven: bool
 
-    keeps_samples: ClassVar[bool] = True
-    """Whether the order of samples is the same for every batch size and number of ranks."""
-
     @property
     @abstractmethod
     def reads(self) -> tuple[int, int]:
@@ -115,20 +112,20 @@ class Cut(ABC):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SampleCut(Cut):
-    """Single samples into batches of `batch_size`: see Note [The tail of an epoch]."""
+    """Single samples into batches of `batch_size`: see Note [The tail of an epoch]. None: items as they are."""
 
-    batch_size: int
-    drop_last: bool
+    batch_size: int | None = None
+    drop_last: bool = False
 
     @property
     def step(self) -> int:
         """Number of samples in a full step of all ranks."""
-        return self.batch_size * self.share.count
+        return (self.batch_size or 1) * self.share.count
 
     @property
     def ahead(self) -> int:
         """How many samples to read beyond a step before it is yielded, in case the last step must take from it."""
-        return 0 if self.drop_last or self.share.count == 1 else self.share.count
+        return 0 if self.drop_last or self.batch_size is None or self.share.count == 1 else self.share.count
 
     @property
     def reads(self) -> tuple[int, int]:
@@ -137,7 +134,8 @@ class SampleCut(Cut):
     def __call__(self, items: Iterator[Any]) -> Iterator[Part]:
         held: list[Any] = []
         end, step, needed = 0, self.step, self.step + self.ahead
-        mine = slice(self.share.index * self.batch_size, (self.share.index + 1) * self.batch_size)
+        size, index = self.batch_size, self.share.index
+        mine: Any = index if size is None else slice(index * size, (index + 1) * size)
         while True:
             held += islice(items, needed - len(held))
             if len(held) < needed:
@@ -150,7 +148,7 @@ class SampleCut(Cut):
 
     def _tail(self, held: list[Any], end: int) -> Iterator[Part]:
         count, rest = self.share.count, max(len(held) - self.step, 0)
-        if rest and self.batch_size > 1:
+        if rest and self.step > count:
             yield Part(self.share.of(held[:-count]), end - count, len(held) % count > 0)
             yield Part(self.share.of(held[-count:]), end)
             return
@@ -158,7 +156,8 @@ class SampleCut(Cut):
             yield Part(self.share.of(held[: len(held) - rest]), end - rest, (len(held) - rest) % count > 0)
             held = held[len(held) - rest :]
         if held and self.uneven and self.share.index < len(held):
-            yield Part([held[self.share.index]], end)
+            mine = held[self.share.index]
+            yield Part(mine if self.batch_size is None else [mine], end)
         if held and not self.uneven:
             warn_of_rest(len(held), self.share)
 
@@ -166,21 +165,29 @@ class SampleCut(Cut):
         steps, rest = divmod(num_items, self.step)
         if self.drop_last or rest == 0:
             return steps
-        if rest >= self.share.count or (steps and self.batch_size > 1):
+        if rest >= self.share.count or (steps and self.step > self.share.count):
             return steps + 1
         return steps + (self.uneven and self.share.index < rest)
 
     def refuse(self, num_items: int) -> str | None:
-        count = self.share.count
+        count, rest = self.share.count, num_items % self.share.count
+        if self.batch_size is None:
+            if self.uneven or not rest:
+                return None
+            return (
+                f"{num_items} ready batches cannot be shared evenly by {count} ranks, and each rank must train on as "
+                f"many as any other. Pass {num_items - rest} or {num_items - rest + count} batches, a `DataLoader` "
+                f"with a `batch_size`, or, {_NOT_TRAINED}"
+            )
         if num_items < (self.step if self.drop_last else 1 if self.uneven else count):
             return (
                 f"{num_items} samples leave no batch for each of the {count} ranks, which take {self.step} samples a "
                 f"step (`batch_size={self.batch_size}, drop_last={self.drop_last}`). Look at the filter or path of the "
                 "dataset, or pass a smaller `batch_size`, `drop_last=False`, or fewer ranks."
             )
-        if self.batch_size == 1 and num_items % count and not self.drop_last and not self.uneven:
+        if self.batch_size == 1 and rest and not self.drop_last and not self.uneven:
             return (
-                f"`batch_size=1` over {num_items} samples on {count} ranks leaves {num_items % count} samples for the "
+                f"`batch_size=1` over {num_items} samples on {count} ranks leaves {rest} samples for the "
                 "last step, and no batch to take another from. Pass a `batch_size` of 2 or more, `drop_last=True`, or, "
                 + _NOT_TRAINED
             )
@@ -191,8 +198,6 @@ class SampleCut(Cut):
 @dataclass(frozen=True, kw_only=True)
 class BatchCut(Cut):
     """Batches of indices, round-robin. Batches of an incomplete last round are split until each rank has one."""
-
-    keeps_samples = False
 
     @property
     def reads(self) -> tuple[int, int]:
@@ -253,40 +258,6 @@ class BatchCut(Cut):
 
     def refuse(self, num_items: int) -> str | None:
         return "The batch sampler yields no batch." if num_items == 0 else None
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class RoundRobinCut(Cut):
-    """Items that cannot be split, round-robin."""
-
-    @property
-    def reads(self) -> tuple[int, int]:
-        return self.share.count, self.share.count
-
-    def __call__(self, items: Iterator[Any]) -> Iterator[Part]:
-        count, index, end = self.share.count, self.share.index, 0
-        while len(round_ := list(islice(items, count))) == count:
-            end += count
-            yield Part(round_[index], end)
-        if self.uneven and index < len(round_):
-            yield Part(round_[index], end + len(round_))
-        if round_ and not self.uneven:
-            warn_of_rest(len(round_), self.share)
-
-    def length(self, num_items: int) -> int:
-        rounds, rest = divmod(num_items, self.share.count)
-        return rounds + (self.uneven and self.share.index < rest)
-
-    def refuse(self, num_items: int) -> str | None:
-        count = self.share.count
-        if self.uneven or num_items % count == 0:
-            return None
-        return (
-            f"{num_items} ready batches cannot be shared evenly by {count} ranks, and each rank must train on as many "
-            f"as any other. Pass {num_items - num_items % count} or {num_items - num_items % count + count} batches, a "
-            f"`DataLoader` with a `batch_size`, or, {_NOT_TRAINED}"
-        )
 
 
 def warn_of_rest(num_items: int, share: Share) -> None:

@@ -10,7 +10,7 @@ in each worker, over the part of the stream that the user's code gives to that w
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain, islice
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -22,7 +22,7 @@ from fabric.strategies.data.comparison import is_torchs
 from fabric.strategies.data.cursor import Cursor
 from fabric.strategies.data.epochs import Epoch, Order
 from fabric.strategies.data.joined import of_all_shares
-from fabric.strategies.data.partition import BatchCut, Cut, Joined, RoundRobinCut, SampleCut, Share, once
+from fabric.strategies.data.partition import BatchCut, Cut, Joined, SampleCut, Share, once
 from fabric.strategies.data.rng import mix, seed_process
 from fabric.strategies.data.token_batches import TokenStream
 
@@ -30,37 +30,33 @@ MOST_STEPS = 64
 
 
 @final
+@dataclass(eq=False, repr=False)
 class IndexSource:
     """One rank's share of the items that a sampler yields. Delegates other attributes to the sampler."""
 
-    def __init__(
-        self,
-        replaced: Iterable[Any],
-        items: Iterable[Any],
-        cut: Cut,
-        order: Order,
-        *,
-        most_steps: int,
-        eager: bool = False,
-        is_seeded: bool = False,
-        resumes: bool = False,
-    ) -> None:
-        """`most_steps`: how many may be drawn at a time. `eager`: `iter` is called on the items when the iteration
-        begins. `is_seeded`: each batch has a seed of its own: `SeededDataset`. `resumes`: the items resume at their
-        own position, so that none is skipped."""
-        self.items, self._replaced = items, replaced
-        self._cut, self._order = cut, order
-        self._most_steps, self._eager, self._is_seeded, self._resumes = most_steps, eager, is_seeded, resumes
-        self.joined: Joined | None = None
-        """For a process that reads in place of several ranks."""
-        self.read = False
-        """Whether a loader has asked for indices."""
+    _replaced: Iterable[Any]
+    items: Iterable[Any]
+    _cut: Cut
+    _order: Order
+    _: KW_ONLY
+    most_steps: int
+    """How many may be drawn at a time."""
+    eager: bool = False
+    """Whether `iter` is called on the items when the iteration begins."""
+    is_seeded: bool = False
+    """Whether each batch has a seed of its own: `SeededDataset`."""
+    resumes: bool = False
+    """Whether the items resume at their own position, so that none is skipped."""
+    joined: Joined | None = None
+    """For a process that reads in place of several ranks."""
+    read: bool = False
+    """Whether a loader has asked for indices."""
 
     def __iter__(self) -> Iterator[Any]:
         self.read = True
         epoch, cut = self._order.begin(), self.cut
-        items = epoch.draw(self.items, cut.reads, most_steps=self._most_steps, eager=self._eager)
-        begun_at = epoch.begun_at.at_start() if self._resumes else epoch.begun_at
+        items = epoch.draw(self.items, cut.reads, most_steps=self.most_steps, eager=self.eager)
+        begun_at = epoch.begun_at.at_start() if self.resumes else epoch.begun_at
         return chain.from_iterable(self._batches(epoch, items, cut, begun_at))
 
     def __len__(self) -> int:
@@ -70,7 +66,7 @@ class IndexSource:
     def cut(self) -> Cut:
         """How an epoch that begins now is divided: a loop may change `batch_size` of the batch sampler meanwhile."""
         cut, batches = self._cut, self._replaced
-        if isinstance(cut, SampleCut) and isinstance(batches, BatchSampler):
+        if isinstance(cut, SampleCut) and cut.batch_size is not None and isinstance(batches, BatchSampler):
             cut = replace(cut, batch_size=batches.batch_size, drop_last=batches.drop_last)
         return of_all_shares(cut, self.joined)
 
@@ -91,9 +87,9 @@ class IndexSource:
             epoch.rngs.release()
         parts, num_steps = chain(ahead, parts), 1
         while group := list(islice(parts, num_steps)):
-            num_steps = min(2 * num_steps, self._most_steps)
+            num_steps = min(2 * num_steps, self.most_steps)
             epoch.fetch(group)
-            if self._is_seeded:
+            if self.is_seeded:
                 yield (Seeded(part.batch, epoch.seed_of_batch(part.end)) for part in group)
             else:
                 yield [part.batch for part in group]
@@ -111,7 +107,7 @@ def index_source(
     """The attribute to replace on the copy of a map-style loader (`sampler`, `batch_sampler`), and its new value."""
     name, items = indices_of(loader)
     replaced = getattr(loader, name)
-    cut: Cut = RoundRobinCut(share=share, uneven=uneven)
+    cut: Cut = SampleCut(share=share, uneven=uneven)
     if isinstance(replaced, BatchSampler) and items is replaced.sampler:
         cut = SampleCut(share=share, uneven=uneven, batch_size=replaced.batch_size, drop_last=replaced.drop_last)
     elif name == "batch_sampler":
@@ -267,7 +263,3 @@ class PreparedStream(IterableDataset[Any]):
         self.start.fill_(epoch.begun_at.start)
         if self.is_reseeded:
             self.seed.fill_(mix("stream", epoch.seed, epoch.number))
-
-    def resumes_by_batch(self, loader: Any) -> bool:
-        """Whether any number of ranks resumes an epoch: if whole batches are distributed."""
-        return isinstance(self.cut, BatchCut)
