@@ -76,8 +76,8 @@ def lead(collective: Collective, name: str, obj: Any) -> Any:
 
 _NOT_BEGUN = (
     "This rank has waited {seconds:g} s for rank 0 to begin the same epoch of a loader that shuffles, whose order is "
-    "rank 0's. Let every rank iterate the loader. For a loop on some ranks only, pass `use='validate'`, `'test'` or "
-    "`'predict'` to `setup_dataloaders`."
+    "rank 0's. Let every rank iterate the loader; rank 0 may also wait in a call that it makes alone, such as a save. "
+    "For a loop on some ranks only, pass `use='validate'`, `'test'` or `'predict'` to `setup_dataloaders`."
 )
 
 

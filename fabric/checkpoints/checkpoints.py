@@ -6,6 +6,7 @@ for it.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, final
 
@@ -61,19 +62,24 @@ class Checkpoints:
         blocking: bool,
     ) -> PendingSave:
         """See `Fabric.save`; `keep`: its `filter`."""
-        for began in self._moments.saving:
-            began()
-        self.wait()
         storage, pending = storage_of(path), None
-        with saving_rank():
+        with self.announced(path, blocking=blocking), saving_rank():
+            self.wait()
             content = self.content(state, keep)
             if blocking:
                 write_and_commit.save(self._collective, storage, content, after_commit, self._background.off_device)
             else:
                 pending = self._background.start(storage, content, after_commit)
+        return pending or PendingSave(storage.path)
+
+    @contextmanager
+    def announced(self, path: str | os.PathLike[str], *, blocking: bool = True) -> Iterator[None]:
+        """Context: what checks are told of as a save."""
+        for began in self._moments.saving:
+            began()
+        yield
         for ended in self._moments.saved:
             ended(os.fspath(path), blocking)
-        return pending or PendingSave(storage.path)
 
     def wait(self) -> None:
         """Wait for the save in the background. Any rank may call it. Raises: CheckpointError: it failed."""

@@ -78,7 +78,12 @@ class Request:
         if recorded:  # the command line says what is compared
             if recorded["in_place_of"] is not None and isinstance(asked := written.get("strategy"), Strategy):
                 typed["strategy"] = asked.in_one_process()
-            written = {name: value for name, value in written.items() if name not in typed}
+            is_asked = recorded["in_place_of"] is None  # then options of a strategy are not dropped unsaid
+            written = {
+                name: value
+                for name, value in written.items()
+                if name not in typed or (is_asked and isinstance(value, Strategy))
+            }
         ours = OursEnvironment()
         if ours.detect(environ) and (world := ours.world(environ)).size > 1 and cls(**written).asks_for_one(world):
             # The other options are for the ranks, not for a separate world of one process inside a rank.

@@ -345,9 +345,9 @@ class Fabric:
         if self._strategy.saves_shards:
             self.core.save(path, plain, filter)
         else:
-            content = self.core._connected.checkpoints.content(plain, filter)
-            collective = self.core._connected.runtime.collective
-            other_formats.save(collective, path, gathered(collective, content))
+            checkpoints, collective = self.core._connected.checkpoints, self.core._connected.runtime.collective
+            with checkpoints.announced(path):
+                other_formats.save(collective, path, gathered(collective, checkpoints.content(plain, filter)))
 
     def load(
         self,

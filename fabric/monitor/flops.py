@@ -4,11 +4,12 @@ Model FLOPs are counted: operations that activation checkpointing runs again are
 (Chowdhery et al., PaLM, 2022, appendix B). The peaks are those of dense matrices, where data sheets print the double.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, final
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -18,11 +19,12 @@ from fabric.strategies.tensors.nests import is_tensor
 
 @final
 class ModelFlops:
-    """Counts the operations of this process from `start` to `stop`. Not those that `torch.compile` fuses into kernels
+    """Counts the operations of this process from `start` to `stop`, but for evaluation: without gradients, by models in
+    eval mode. Not those that `torch.compile` fuses into kernels
     of its own."""
 
-    def __init__(self) -> None:
-        self.is_in_backward = False
+    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
+        self._modules, self.is_in_backward = modules, False
         aten, known = torch.ops.aten, dict(flop_registry)
         for end in ("", "_backward"):  # torch's table lacks attention on the CPU, which takes the same arguments
             known.setdefault(
@@ -43,12 +45,14 @@ class ModelFlops:
         return int(self._counter.get_total_flops())
 
     def _once(self, formula: Callable[..., Any], name: str) -> Callable[..., int]:
-        """The formula without recomputation. In backward that alone runs with gradients enabled; and of the five
-        products that torch counts for the backward of fused attention, one computes the scores again."""
+        """The formula without evaluation and recomputation. In backward that alone runs with gradients enabled; and of
+        the five products that torch counts for the backward of fused attention, one computes the scores again."""
         share = 0.8 if "attention" in name and "backward" in name else 1
 
         def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-            if self.is_in_backward and torch.is_grad_enabled():
+            is_trained = not self._modules or any(module.training for module in self._modules)
+            # A function of the user's own runs its forward without gradients, too.
+            if self.is_in_backward == torch.is_grad_enabled() and (self.is_in_backward or not is_trained):
                 return 0
             args, out_val = tree_map(lambda each: local_part(each) if is_tensor(each) else each, (args, out_val))
             return int(formula(*args, out_val=out_val, **kwargs) * share + 0.5)

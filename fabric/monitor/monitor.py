@@ -210,7 +210,7 @@ class Monitor(Check):
         self._results.write("save", step=self._set_up.num_steps, seconds=seconds, path=path, is_blocking=is_blocking)
 
     def loading(self) -> None:
-        self._results.write("load", step=self._set_up.num_steps)
+        self._results.write("load")  # its step is known after it
 
     def closing(self) -> None:
         """Receive rows that are on their way, and send no others: a rank that has failed does not send its own."""
@@ -231,7 +231,7 @@ class Monitor(Check):
         """Called after a step at which there is something to do. Ranks: all."""
         number = self._num_steps
         if number == 1:
-            self._flops, self._due = ModelFlops(), 2
+            self._flops, self._due = ModelFlops([model.module for model in self._set_up.models.values()]), 2
             self._flops.start()
         elif self._flops is not None:
             self._count_flops(self._flops.stop())

@@ -48,7 +48,7 @@ class Results:
         if of_ranks[0][1] is not None:
             raise OSError(of_ranks[0][1])
         world, device = runtime.world, {"device": runtime.device.type, "device_name": device_name(runtime.device)}
-        of_run = {"strategy": strategy, "precision": str(runtime.precision), **device, "torch": torch.__version__}
+        of_run = {"strategy": strategy, "precision": runtime.precision.name, **device, "torch": torch.__version__}
         hosts = [host for host, _ in of_ranks]
         self.write("start", format=1, num_ranks=world.size, num_nodes=world.num_nodes, hosts=hosts, **of_run)
 

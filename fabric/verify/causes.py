@@ -65,6 +65,8 @@ def causes(reference: Record, run: Record, difference: Difference) -> Iterator[s
         yield _DRAWS
     if "the number of ranks" in ratio_in_words(run, difference):
         yield _FACTOR.format(ranks=run.num_ranks)
+    if run.eps > 1e-4:
+        yield _HALF
 
 
 def _counts(ranks: Sequence[RankFacts]) -> Iterator[list[int]]:
@@ -90,8 +92,8 @@ _LEARNING_RATE = (
 SKIPPED = "The loss scaler skipped a step in one of the runs. Compare in `--precision bf16-mixed` or `32-true`."
 _OTHER_SAMPLES = (
     "The ranks read other samples than one process: random augmentation draws other numbers on each rank, or an order "
-    "is drawn from a generator that the loop uses. Compare without augmentation, and pass the `DataLoader` a "
-    "`generator`."
+    "is drawn from a generator that the loop uses, or that `setup_dataloaders` read before the model was made. Compare "
+    "without augmentation, and pass the `DataLoader` a `generator`."
 )
 RESUMED = (
     "The program resumes from a checkpoint that the run before it has saved. Make resuming an option, and leave it out "
@@ -107,7 +109,7 @@ _UNEQUAL = (
     "ranks, which counts those of smaller batches more. Write `fabric.backward(loss_sum, weight=num_tokens)`."
 )
 _GATHERED = "The loss uses what was gathered at {lines}. Write `fabric.all_gather(x, sync_grads=True)` for gradients."
-_DRAWS = "Random numbers are drawn in forward (dropout as a function, noise), others on each rank. Switch this off."
+_DRAWS = "Random numbers are drawn in forward (dropout, noise), others on each rank. Switch this off."
 _OUTSIDE = (
     "{names} changed outside of an optimizer's step: each rank changes its own copy, or its shard. Change weights by "
     "values that are the same on all ranks."
@@ -117,4 +119,5 @@ _FACTOR = (
     "that is a sum over samples (write `fabric.backward(loss_sum, weight=num_samples)`), or a gradient that is summed "
     "over the ranks once more after `fabric.backward`, which averages it."
 )
+_HALF = "In half precision right programs may part in the first steps, too: compare in `--precision 32-true` first."
 _CHAOS = "The model amplifies rounding. Compare in a higher precision, such as `--precision 64-true`."

@@ -95,7 +95,7 @@ def why_nothing(record: Record) -> str | None:
     norms, losses = [step.gradient_norm for step in record.steps], {step.loss for step in record.steps}
     last = {name: sketch for step in record.steps for name, sketch in step.weights.items()}
     reasons = {
-        "the program took no step of a prepared optimizer": not norms,
+        "the program took no step of a prepared optimizer (does it resume a run that has ended?)": not norms,
         "all gradients are zero": not any(norms),
         "no gradient is finite": not any(map(math.isfinite, norms)),
         "the loss scaler skipped all steps": all(step.was_skipped for step in record.steps),

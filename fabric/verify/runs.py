@@ -163,7 +163,7 @@ def judge(reference: Record, permuted: Record | None, run: Record, tolerance: fl
     whose = "one process" if reference.num_ranks == 1 else whose
     if permuted is not None and reference.steps and not permuted.steps:
         return verdict(sentence="Nothing was compared: the second run took no step.", causes=[RESUMED])
-    for record, words in ((run, "as asked"), (reference, "in the reference")):
+    for record, words in ((run, f"under {who}"), (reference, "in the reference")):
         if reason := why_nothing(record):
             return verdict(sentence=f"Nothing was compared: {words}, {reason}.")
     found = compare(reference, permuted, run, tolerance)
@@ -195,6 +195,8 @@ def judge(reference: Record, permuted: Record | None, run: Record, tolerance: fl
         sentence += f" In step {found.num_compared + 1} {skips}: nothing is compared from there on."
     elif found.num_compared < min(ours, theirs):
         sentence += " From then on two runs of one process part themselves: nothing is compared there."
+    if not any(rank.num_batches for step in run.steps for rank in step.ranks):
+        sentence += " No prepared loader was read: if all ranks read the same data, use `fabric.setup_dataloaders`."
     if run.ended == "program":
         sentence += " The program ended then, before the number of steps that was asked for."
     return verdict(is_equal=True, sentence=sentence)

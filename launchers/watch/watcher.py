@@ -71,6 +71,7 @@ LOOK_SECONDS = 5.0
 """The longest interval between two looks at the flight recorder."""
 NUM_SPEAKERS = 4
 """How many lower ranks a rank tries to notify before it asks all ranks itself."""
+RANK_ZEROS_ORDER = "strategies/loader_hook.py", ("lead",)
 DATA_LOADER = "torch/utils/data/dataloader.py", ("_next_data", "_try_get_data", "_get_data")
 """Functions in which an iterator waits for its workers."""
 PEER_TO_PEER = "torch/distributed/distributed_c10d.py", ("send", "recv")
@@ -164,6 +165,8 @@ class Watcher:
                 words, where = f"{words}, {ELSEWHERE}{where}", pending.where
         elif is_within(frames[:1], *PEER_TO_PEER):
             kind, words, seconds = "collective", f"waits in {frames[0][2]}", None
+        elif is_within(frames[:1], *RANK_ZEROS_ORDER):
+            kind, words, seconds = "collective", "waits for rank 0 to begin an epoch of its DataLoader", None
         elif is_within(frames, *DATA_LOADER):
             kind, words = "loader", "waits for a worker of its DataLoader"
         progress = self._progress()

@@ -39,6 +39,8 @@ def be_late(how):
         torch.distributed.recv(torch.ones(2), 0)
     if how == "loader":
         next(iter(torch.utils.data.DataLoader([1, 2], num_workers=1, collate_fn=lambda batch: signal.pause())))
+    if how == "order":
+        next(iter(loaders[1]))
 
 how, strategy = sys.argv[1], sys.argv[2]
 launcher = "external" if "TORCHELASTIC_RUN_ID" in os.environ else "fork"
@@ -52,6 +54,9 @@ fabric = Fabric(
 fabric.launch()
 model = torch.nn.Linear(4, 1)
 model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+if how == "order":
+    loaders = [torch.utils.data.DataLoader(range(8), shuffle=True) for _ in range(2)]
+    loaders = fabric.setup_dataloaders(*loaders)
 for step in range(3):
     if step == 2 and fabric.global_rank == 1:
         be_late(how)
@@ -72,7 +77,8 @@ LATE = {
     "lock": "is stopped, or in C code that holds Python's lock",
     "elsewhere": f"rank 1  {line('broadcast(')} in be_late, after 2 steps: waits in broadcast of float32 (3,)",
     "receive": f"rank 1  {line('recv(')} in be_late, after 2 steps: waits in recv",
-    "loader": f"rank 1  {line('next(iter(')} in be_late, after 2 steps: waits for a worker of its DataLoader",
+    "loader": f"rank 1  {line('next(iter(torch')} in be_late, after 2 steps: waits for a worker of its DataLoader",
+    "order": f"rank 1  {line('next(iter(loaders')} in be_late, after 2 steps: waits for rank 0 to begin an epoch",
 }
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import CSVLogger, Fabric, TensorBoardLogger
+from fabric.lightning import Fabric as LightningFabric
 from fabric.monitor.flops import ModelFlops, known_peak
 from fabric.monitor.table import Table
 from fabric.monitor.window import PHASES
@@ -56,6 +57,35 @@ def test_flops_of_attention_are_those_of_the_formula() -> None:
     q, k, v = (torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3))
     count = flops_of(lambda: nn.functional.scaled_dot_product_attention(q, k, v).sum())
     assert count == 6 * (2 * 2 * 4 * 16 * 16 * 8), "two products in forward, four in backward"
+
+
+def test_evaluation_is_no_part_of_the_flops_of_a_step(tmp_path: Path) -> None:
+    fabric = alone()
+    model = nn.Linear(8, 4)
+    model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
+    fabric.monitor(tmp_path, window_steps=1, show=False)
+    for _ in range(4):
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(50, 8))
+        model.train()
+        fabric.backward(model(torch.randn(2, 8)).sum())
+        optimizer.step()
+    fabric.close()
+    lines = map(json.loads, (tmp_path / "monitor.jsonl").read_text().splitlines())
+    assert [each["flops_per_step"] for each in lines if each["kind"] == "peak"] == [2 * 2 * (2 * 8 * 4)]
+
+
+def test_a_save_of_code_for_lightning_fabric_is_seen(tmp_path: Path) -> None:
+    fabric = LightningFabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    model = nn.Linear(8, 4)
+    model, _ = fabric.setup(model, SGD(model.parameters(), lr=0.1))
+    fabric.core.monitor(tmp_path / "run", show=False)
+    fabric.save(tmp_path / "saved.ckpt", {"model": model})
+    fabric.close()
+    lines = [json.loads(each) for each in (tmp_path / "run/monitor.jsonl").read_text().splitlines()]
+    assert [each["path"] for each in lines if each["kind"] == "save"] == [str(tmp_path / "saved.ckpt")]
 
 
 def test_peaks_are_those_of_dense_matrices() -> None:

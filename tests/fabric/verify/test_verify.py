@@ -24,7 +24,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fabric import CheckpointDirectory, Fabric
 from fabric.checks.verify_record import Record, Recorder, Recording
-from fabric.strategies import ModelParallelStrategy, Pipeline
+from fabric.configure.request import Request
+from fabric.configure.run_options import ProgramId, as_variable
+from fabric.strategies import DDPStrategy, ModelParallelStrategy, Pipeline
 from fabric.testing import verify
 from fabric.verify.runs import ProgramError, _refuse_other_model, judge
 
@@ -574,14 +576,14 @@ def a_rate_of_zero(fabric: Fabric) -> None:
     ("program", "reason"),
     [
         (gradients_of_zero, "all gradients are zero"),
-        (no_step, "the program took no step of a prepared optimizer"),
+        (no_step, "the program took no step of a prepared optimizer (does it resume a run that has ended?)"),
         (a_rate_of_zero, "no weight has changed"),
     ],
 )
 def test_a_dead_run_is_not_equal(program: Callable[..., None], reason: str) -> None:
     verdict = verify(program, steps=2)
     assert not verdict.is_equal
-    assert verdict.sentence == f"Nothing was compared: as asked, {reason}."
+    assert verdict.sentence == f"Nothing was compared: under ddp on 2 ranks, {reason}."
 
 
 SCRIPT = """
@@ -643,6 +645,30 @@ def kept(tmp_path: Path, program: Callable[..., None], **options: Any) -> Record
     with pytest.raises(SystemExit):
         program(Fabric(accelerator="cpu", devices=1, plugins=[recorder], **options))
     return Record.load(tmp_path / "record")
+
+
+def without_loader(fabric: Fabric) -> None:
+    model, optimizer = set_up(fabric, nn.Linear(8, 1))
+    for _ in range(2):
+        fabric.backward(model(torch.randn(4, 8)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_verdict_says_that_no_prepared_loader_was_read(tmp_path: Path) -> None:
+    known = kept(tmp_path, without_loader)
+    verdict = judge(known, known, replace(known, strategy="ddp", num_ranks=2), None)
+    assert verdict.is_equal
+    words = "No prepared loader was read: if all ranks read the same data, use `fabric.setup_dataloaders`."
+    assert words in verdict.sentence
+
+
+def test_a_strategy_with_options_is_not_replaced_by_one_without() -> None:
+    recording = json.dumps({"path": "record", "num_steps": 2, "in_place_of": None})
+    environ = as_variable({"strategy": "fsdp", "record": recording}, ProgramId.current())
+    assert Request.build({"strategy": "ddp"}, environ).strategy == "fsdp"
+    with pytest.raises(ValueError, match="Leave one of them out"):
+        Request.build({"strategy": DDPStrategy(static_graph=True)}, environ)
 
 
 def test_a_record_that_is_damaged_anywhere_is_refused(tmp_path: Path) -> None:
