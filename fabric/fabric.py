@@ -291,8 +291,7 @@ class Fabric(Output):
         skipped because gradients overflowed in float16. A parameter of an optimizer that belongs to no module (a
         temperature) is averaged like the others.
         From the first batch of a prepared loader or the next forward on, ranks that read different data draw different
-        random numbers (dropout, noise), and ranks that hold parts of one model draw the same; both follow from the
-        seed.
+        random numbers (dropout, noise), and ranks that hold parts of one model draw the same, both by the seed.
         Raises: ValueError: an object was set up before, or the strategy does not support a parameter of an optimizer.
         CollectiveError: on every rank, if the names, shapes or dtypes of its tensors differ over ranks (not `manual`).
         """
@@ -453,8 +452,7 @@ class Fabric(Output):
         are then their sum over all ranks divided by the sum of the weights, as after `backward(weight=...)`. Parameters
         must start from equal values: `module.load_state_dict(fabric.broadcast(module.state_dict()))`.
         Ranks: all, with the same parameters in the same order.
-        Raises: ValueError: a parameter is sharded, or belongs to a model that was set up. RuntimeError: a gradient is
-        sparse.
+        Raises: ValueError: a parameter is sharded, or of a model that was set up. RuntimeError: a gradient is sparse.
         """
         given, session = list(parameters), self._connected
         session.objects.refuse_averaged(given)
@@ -476,8 +474,7 @@ class Fabric(Output):
         It starts from the present weights, under DeepSpeed from those in float32 that its optimizer trains, and
         averages in its first `update`, too, where torch's `AveragedModel` copies. In a checkpoint it is as portable as
         the model. Ranks: all.
-        Raises: ValueError: the weights are in half precision, the decay is not in [0, 1), or the strategy does not
-        support it.
+        Raises: ValueError: weights are in half precision, decay is not in [0, 1), or the strategy does not support it.
         """
         prepared = self._connected.objects.prepared(module, "ema")
         if "ema" in self.strategy.lacks:
@@ -671,8 +668,7 @@ class Fabric(Output):
 
         `values`: for each batch, nested containers of tensors and numbers. Shapes: `(N_i, *S)` for each batch, N_i its
         samples or tokens -> `(N, *S)`, N their sum over all batches of all ranks; `()` for each batch -> `(B,)`, one
-        for each. Values of repeated batches (`uneven="repeat"`) are left out; of ranks that read the same batches, one
-        counts.
+        for each. Values of repeated batches (`uneven="repeat"`) are left out; of ranks that read the same batches, one.
         Ranks: all call it once, after the loop; they may have different numbers of batches, or none. With
         `use_distributed_sampler=False` the values of every rank count. Gradient: none.
         Raises: RuntimeError: the iteration has not ended, or was left by `break`. ValueError: there is not one value
@@ -851,11 +847,8 @@ class Fabric(Output):
         """
         from fabric.monitor.monitor import Monitor
 
-        session = self._connected
-        path = folder or session.log_dir
-        monitor = Monitor(session, self._loggers, Path(path) if path else None, window_steps, show=show)
-        session.moments.add(monitor)
-        session.describe(folder)
+        monitor = Monitor(self._connected, self._loggers, folder, window_steps, show=show)
+        self._connected.moments.add(monitor)
         return monitor
 
     # Internals

@@ -72,7 +72,13 @@ class Monitor(Check):
     """What `Fabric.monitor` returns. Ranks: all make one, and call `add` each with its own counts."""
 
     def __init__(
-        self, session: Session, loggers: Sequence[Any], folder: Path | None, window_steps: int | None, *, show: bool
+        self,
+        session: Session,
+        loggers: Sequence[Any],
+        folder: str | os.PathLike[str] | None,
+        window_steps: int | None,
+        *,
+        show: bool,
     ) -> None:
         if window_steps is not None and (isinstance(window_steps, bool) or window_steps < 1):
             raise ValueError(f"`fabric.monitor(window_steps={window_steps!r})`: a window has 1 step or more.")
@@ -84,7 +90,9 @@ class Monitor(Check):
         if any(isinstance(check, Monitor) for check in session.moments.checks):
             raise RuntimeError("`fabric.monitor()` was called twice. Keep what the first call returned.")
         self._runtime, self._set_up = runtime, set_up = session.runtime, session.objects
-        self._results = Results(runtime, set_up.strategy_name, loggers, folder, show=show)
+        path = folder or session.log_dir
+        self._results = Results(runtime, set_up.strategy_name, loggers, Path(path) if path else None, show=show)
+        session.describe(folder)
         self._window_steps = window_steps
         self._recorder = FlightRecorder()
         self._paths: WeakSet[ForwardPath] = WeakSet()
