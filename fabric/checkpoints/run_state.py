@@ -15,7 +15,7 @@ from fabric.checkpoints.loader_positions import LoaderPositions
 from fabric.loop.setup import SetUp
 from fabric.strategies.accelerators.accelerator_registry import device_rngs
 from fabric.strategies.checkpoint.state import named_objects
-from fabric.strategies.checkpoint.tensors import in_memory, of_all_ranks
+from fabric.strategies.checkpoint.tensors import in_memory, of_all_ranks_with
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.rng import process_rngs
 from fabric.strategies.runtime import Runtime
@@ -50,9 +50,11 @@ class RunState:
         """The entry to save, with `TensorShards`. Ranks: all call it."""
         collective, share = self._runtime.collective, self._runtime.share
         generators = {name: rng.read() for name, rng in _rngs(self._runtime).items()}
+        own = {"share": [share.index, share.count], **generators}
+        of_ranks = of_all_ranks_with(collective, self._loaders.read(), own)
         return {
-            "generators": collective.all_gather_object({"share": [share.index, share.count], **generators}),
-            "loaders": self._loaders.merged(of_all_ranks(collective, self._loaders.read())),
+            "generators": [generators for _, generators in of_ranks],
+            "loaders": self._loaders.merged([positions for positions, _ in of_ranks]),
             "steps": {name: counter.state_dict() for name, counter in self._steps.items()},
             **{kind: [each.state_dict() for each in objects] for kind, objects in self._stateful.items()},
         }

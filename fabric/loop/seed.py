@@ -3,10 +3,12 @@
 Nothing is written to the environment: the generators themselves are the only state.
 """
 
+import random
+import sys
+
 import torch
 
 from fabric.strategies.accelerators.accelerator_registry import accelerators
-from fabric.strategies.data.rng import seed_process
 
 
 def seed_everything(seed: int, workers: bool = True) -> int:
@@ -25,8 +27,10 @@ def seed_everything(seed: int, workers: bool = True) -> int:
             "generator of their rank. Leave `workers` out, and draw what must not be reproducible in a "
             "`worker_init_fn`."
         )
-    seed_process(seed)
-    torch.manual_seed(seed)  # also of every device
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
     for accelerator in accelerators(installed=False):
         accelerator.seed()
     return seed

@@ -52,8 +52,14 @@ def no_shards(shape: Sequence[int], dtype: torch.dtype) -> TensorShards:
 def of_all_ranks(collective: Collective, nest: Any) -> list[Any]:
     """The nests of all ranks with a `TensorShards` for each tensor: whole in that of this rank, and without elements in
     those of other ranks. Ranks: all. Cost: each rank receives shapes and dtypes, about 100 bytes for each tensor."""
-    found = collective.all_gather_object(map_only_tensors(lambda each: no_shards(each.shape, each.dtype), nest))
-    found[collective.rank] = map_only_tensors(lambda each: replicated(each, (collective.rank,)), nest)
+    return [each for each, _ in of_all_ranks_with(collective, nest, None)]
+
+
+def of_all_ranks_with(collective: Collective, nest: Any, beside: Any) -> list[tuple[Any, Any]]:
+    """The same, and what each rank has `beside` its nest, as it is: in one message."""
+    without = map_only_tensors(lambda each: no_shards(each.shape, each.dtype), nest)
+    found = collective.all_gather_object((without, beside))
+    found[collective.rank] = map_only_tensors(lambda each: replicated(each, (collective.rank,)), nest), beside
     return found
 
 

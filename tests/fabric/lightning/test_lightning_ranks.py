@@ -178,7 +178,7 @@ def test_with_a_start_method_ranks_end_with_the_function_and_workers_of_ranks_dr
 
 @pytest.mark.slow
 def test_the_program_in_from_lightning_md_runs(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    block, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "program.py").write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{block}")
     done = run([tmp_path / "program.py"])
     assert done.returncode == 0, done.stdout + done.stderr
