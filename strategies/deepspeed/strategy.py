@@ -326,6 +326,9 @@ def _refuse_setup(runtime: Runtime, module: nn.Module, optimizers: Sequence[Opti
         raise ValueError(_COMPILED)
     if stage == 3 and isinstance(module, AveragedModel):
         raise ValueError(_AVERAGED)
+    first = next(iter(module.named_parameters()), None)
+    if stage == 3 and first is not None and not first[1].is_floating_point():
+        raise ValueError(_NOT_FLOATING.format(name=name, first=first[0], dtype=first[1].dtype))
     dtypes = {parameter.dtype: each for each, parameter in module.named_parameters() if parameter.requires_grad}
     if len(dtypes) > 1 or any(dtype.is_complex for dtype in dtypes):
         found = ", ".join(f"{dtype} ({each!r})" for dtype, each in dtypes.items())
@@ -391,6 +394,11 @@ _AVERAGED = (
     "An `AveragedModel` at ZeRO stage 3, where weights are empty tensors between forwards: `update_parameters` would "
     "copy nothing. Write `average = fabric.ema(model)`, or pass `strategy='deepspeed_stage_2'` or 'fsdp'; to evaluate "
     "averages that were loaded, set up `averaged.module`."
+)
+_NOT_FLOATING = (
+    "`{name}`'s first parameter, `{first}`, is {dtype}, but DeepSpeed's stage 3 takes its own dtype from there. Store "
+    "quantised weights as a floating-point dtype (`quant_storage=torch.bfloat16` of bitsandbytes), or pass "
+    "`strategy='fsdp'`."
 )
 _NO_OPTIMIZER = (
     "`{name}` was set up without an optimizer, for evaluation: under `strategy='deepspeed'` no engine would reduce its "

@@ -256,9 +256,9 @@ class InFourBits(nn.Module):
     def __init__(self, storage: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.first = nn.Linear(32, 64)
         self.base = bitsandbytes.nn.Linear4bit(64, 32, compute_dtype=torch.float32, quant_storage=storage)
         self.base.requires_grad_(False)
-        self.head = nn.Linear(32, 64)
         self.to("cpu")
 
 
@@ -273,7 +273,7 @@ def read_four_bits(world: World, strategy: str, storage: torch.dtype) -> None:
         assert list(stored) == list(fabric.state_dict(model, all_ranks=True))
         assert torch.equal(stored["base.weight"].view(torch.uint8), packed.view(torch.uint8)), "stored bits were cast"
         plain = dict(fabric.weights(model, torch.float64, bucket_bytes=1000, dequantize=True))
-        assert list(plain) == ["base.weight", "base.bias", "head.weight", "head.bias"]
+        assert list(plain) == ["first.weight", "first.bias", "base.weight", "base.bias"]
         assert torch.equal(plain["base.weight"], expected.double())
         with pytest.raises(ValueError, match=r"bitsandbytes has quantised `base.weight`, .* the adapter by itself"):
             fabric.weights(model, merge_adapters=True)

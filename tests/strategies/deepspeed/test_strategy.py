@@ -573,6 +573,9 @@ def refusals(world: World) -> dict[str, str]:
     with fabric_of(world, strategy_of(3)) as fabric:
         model, optimizer = fabric.setup(*parts(sgd))
         found["compiled"] = sentence_of(lambda: fabric.setup(compiled(Net())))
+        bytes_first = Net()
+        bytes_first.embed.weight = nn.Parameter(torch.zeros(7, 5, dtype=torch.uint8), requires_grad=False)
+        found["bytes"] = sentence_of(lambda: fabric.setup(bytes_first))
         loss = loss_of(model, batch(fabric, 0))
         fabric.backward(loss, retain_graph=True)
         found["twice"] = sentence_of(lambda: fabric.backward(loss))
@@ -666,6 +669,7 @@ def test_unsupported_uses_of_an_engine_raise_with_what_to_write() -> None:
     assert ranks[1]["skipped"] == ""
     for found in ranks:
         assert "Compile what `setup` returns, or use stage 2." in found["compiled"]
+        assert "first parameter, `embed.weight`, is torch.uint8, but DeepSpeed's stage 3 takes its own" in found["bytes"]
         assert "`setup` was given 2 optimizers for `Net`, and a DeepSpeed engine has one." in found["two"]
         assert "of torch.float32 ('first.weight'), torch.float64 ('second.weight'), and ZeRO" in found["dtypes"]
         assert "of torch.complex64 ('second.weight'), and ZeRO" in found["complex"]
