@@ -669,7 +669,9 @@ def test_unsupported_uses_of_an_engine_raise_with_what_to_write() -> None:
     assert ranks[1]["skipped"] == ""
     for found in ranks:
         assert "Compile what `setup` returns, or use stage 2." in found["compiled"]
-        assert "first parameter, `embed.weight`, is torch.uint8, but DeepSpeed's stage 3 takes its own" in found["bytes"]
+        assert (
+            "first parameter, `embed.weight`, is torch.uint8, but DeepSpeed's stage 3 takes its own" in found["bytes"]
+        )
         assert "`setup` was given 2 optimizers for `Net`, and a DeepSpeed engine has one." in found["two"]
         assert "of torch.float32 ('first.weight'), torch.float64 ('second.weight'), and ZeRO" in found["dtypes"]
         assert "of torch.complex64 ('second.weight'), and ZeRO" in found["complex"]
