@@ -73,9 +73,12 @@ def make_run_directory(root: Path, name: str, version: int | str | None) -> Path
         directory = above / (f"version_{number}" if isinstance(number, int) else number)
         try:
             directory.mkdir(parents=True)
-        except FileExistsError:
+        except FileExistsError as error:
             if version is not None:
-                raise
+                raise FileExistsError(
+                    f"`version={version!r}` of a logger: `{directory}` exists, and may hold another run's metrics. "
+                    "Leave `version` out for the next free number, or write one that is free."
+                ) from error
         else:
             return directory
 
