@@ -169,6 +169,9 @@ class Supervisor:
             self._poll()
         if self.failures and self.ended_by is None:
             self._output.note_failure(self.describe())
+        if self.ended_by is not None and self.topology.log_dir is not None:
+            number = signal.Signals(self.ended_by)
+            say(f"Ended by {number.name}: how each rank ended is in `{self.topology.log_dir}/rank-*.log`.")
         self._point.close(failed=error is not None or bool(self.failures))
         self._guardian.close()
         self._selector.close()

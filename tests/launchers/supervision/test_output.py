@@ -111,10 +111,16 @@ def test_a_second_start_continues_the_file_and_one_process_has_a_file_too(tmp_pa
 
 
 @pytest.mark.slow
-def test_lines_are_in_the_file_while_the_rank_runs(tmp_path: Path) -> None:
+def test_lines_are_in_the_file_while_the_rank_runs_and_ctrl_c_names_the_files(tmp_path: Path) -> None:
     with running(command(tmp_path, "fork", 2, "wait", "--prefix-output")) as program:
         program.wait_for("the last words\n", times=2)
         assert all("the last words" in text for text in contents(tmp_path).values())
+        program.process.send_signal(signal.SIGINT)
+        _, printed = program.process.communicate(timeout=30)
+        assert program.process.returncode == -signal.SIGINT
+        said = f"Ended by SIGINT: how each rank ended is in `{tmp_path / 'logs'}/rank-*.log`."
+        assert said in printed.splitlines()
+    assert all(text.strip().endswith("KeyboardInterrupt") for text in contents(tmp_path).values())
 
 
 QUIET = """
