@@ -98,12 +98,10 @@ class Checkpoints:
         found = {} if state is None else state
         content = self._read(path)
         run = content.pop(RUN, None)
-        self._begin_load("load", path, found, content, strict=strict)
-        # What an optimizer keeps would not be trained on if it were made within `torch.inference_mode`.
-        with torch.inference_mode(False):
+        with self._loading("load", path, found, content, strict=strict):
             rest = self._states.restore(found, content, strict=strict)
-        if is_run(dict(found)):
-            self._run_state(found).write(run, resume_loaders=resume_loaders)
+            if is_run(dict(found)):
+                self._run_state(found).write(run, resume_loaders=resume_loaders)
         return rest
 
     def load_raw(self, path: Path, obj: Stateful, *, strict: bool) -> None:
@@ -112,8 +110,7 @@ class Checkpoints:
         if isinstance(obj, nn.Module):
             content = other_formats.with_tied(uncompiled(obj), content)
         name = type(obj).__name__
-        self._begin_load("load_raw", path, {name: obj}, {name: content}, strict=strict)
-        with torch.inference_mode(False):
+        with self._loading("load_raw", path, {name: obj}, {name: content}, strict=strict):
             self._states.load_into(obj, content, strict=strict)
 
     def state_dict(self, *objects: nn.Module | Optimizer, all_ranks: bool) -> list[dict[str, Any]]:
@@ -146,8 +143,9 @@ class Checkpoints:
             return other_formats.load(self._collective, path)
         return read_and_verify.load(self._collective, storage)
 
-    def _begin_load(self, method: str, path: Path, state: Any, content: Any, *, strict: bool) -> None:
-        """Raise CheckpointError on every rank if a state does not fit; then call `Check.loading`. Ranks: all."""
+    @contextmanager
+    def _loading(self, method: str, path: Path, state: Any, content: Any, *, strict: bool) -> Iterator[None]:
+        """Context: raise CheckpointError on every rank if a state does not fit; after it, call `Check.loaded`."""
         rows = mismatches(dict(state), content, self._access, self._loaders)
         wrong = rows if strict else [row for row in rows if not row.is_left_out]
         with raised_together(self._collective, "read", os.fspath(path)):
@@ -158,7 +156,10 @@ class Checkpoints:
                 raise kind(f"it does not fit, and nothing was loaded.\n{table(wrong)}\n{hint}")
         if rows:
             self._runtime.report(f"`fabric.{method}(..., strict=False)` left out:\n{table(rows)}")
-        for moment in self._moments.loading:
+        # What an optimizer keeps would not be trained on if it were made within `torch.inference_mode`.
+        with torch.inference_mode(False):
+            yield
+        for moment in self._moments.loaded:
             moment()
 
     def _run_state(self, state: Mapping[str, Any]) -> RunState:

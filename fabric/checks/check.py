@@ -73,8 +73,8 @@ class Check:
     def saved(self, path: str, is_blocking: bool) -> None:
         """`fabric.save` returns. `is_blocking`: whether the checkpoint is complete."""
 
-    def loading(self) -> None:
-        """A checkpoint is about to be loaded, by all ranks together."""
+    def loaded(self) -> None:
+        """A checkpoint was loaded, by all ranks together."""
 
     def closing(self) -> None:
         """`fabric.close` was called, and no exception has ended the loop."""

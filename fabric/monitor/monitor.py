@@ -217,8 +217,8 @@ class Monitor(Check):
         now.marks += (window.SAVING, at)
         self._results.write("save", step=self._set_up.num_steps, seconds=seconds, path=path, is_blocking=is_blocking)
 
-    def loading(self) -> None:
-        self._results.write("load")  # its step is known after it
+    def loaded(self) -> None:
+        self._results.write("load", step=self._set_up.num_steps)
 
     def closing(self) -> None:
         """Receive rows that are on their way, and send no others: a rank that has failed does not send its own."""

@@ -50,7 +50,7 @@ def _events(run: Run) -> Iterator[tuple[float, str, str]]:
         after = f" after step {before[number - 1]}" if 0 < number <= len(before) else ""
         yield line["time"], "start" if number == 0 else "restart", f"{line['num_ranks']} ranks{after}"
     for line in run.of("load", "end"):
-        yield line["time"], line["kind"], f"step {line['step']}" if "step" in line else ""
+        yield line["time"], line["kind"], f"step {line['step']}"
     for kind in ("save", "skipped", "sanitizer"):
         if lines := run.of(kind):
             named = ", ".join(str(line["step"]) for line in lines[:MOST_STEPS])

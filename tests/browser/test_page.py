@@ -165,6 +165,7 @@ def test_the_page_of_a_run_in_light_in_dark_and_in_print(tmp_path: Path, capsys:
             "save\tsteps 390, 1.2 s in all",
             "skipped\tsteps 395",
             "restart\t2 ranks after step 380",
+            "load\tstep 390",
             "failure\trank 1 of 2 failed first: ValueError: boom <b>",
             "checkpoints/000001-step-390-metric-0.25\t390\t0.25\t24\t",
             "checkpoint\t390\t\t24\t",
@@ -254,7 +255,7 @@ def test_a_run_without_a_monitor_shows_what_there_is(tmp_path: Path, capsys: pyt
     assert main(["report", str(folder)]) == 0
     warned = capsys.readouterr().err.splitlines()
     assert warned == [
-        f"{folder}: Line 4 of metrics.csv cannot be read; the others are shown.",
+        f"{folder}: Line 4 of version_0/metrics.csv cannot be read; the others are shown.",
         f"{folder}: No monitor.jsonl: the run had no `fabric.monitor(...)`: times, memory and ranks are not known.",
     ]
     with browser(tmp_path) as page:

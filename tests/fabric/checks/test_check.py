@@ -64,8 +64,8 @@ class Recorded(Check):
     def saved(self, path: str, is_blocking: bool) -> None:
         self.seen.append(f"saved, complete: {is_blocking}")
 
-    def loading(self) -> None:
-        self.seen.append("loading")
+    def loaded(self) -> None:
+        self.seen.append("loaded")
 
     def closing(self) -> None:
         self.seen.append("closing")
@@ -100,7 +100,7 @@ def test_a_check_is_called_at_each_of_its_moments_in_their_order(tmp_path: Any) 
         "after_step",
         "saving",
         "saved, complete: True",
-        "loading",
+        "loaded",
         "closing",
     ]
     assert {word.split(",")[0].split(" ")[0] for word in check.seen} == set(MOMENTS) - {"compared"}  # needs ranks
