@@ -45,11 +45,8 @@ def plots(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
 
     Raises: ValueError: matplotlib is not installed.
     """
-    logged = (name for run in runs for name in run.series if not name.startswith("monitor/"))
-    for title, unit, left, right in (
-        *_OF_THE_MONITOR,
-        *((name, name, (name,), None) for name in dict.fromkeys(logged)),
-    ):
+    logged = dict.fromkeys(name for run in runs for name in run.series if not name.startswith("monitor/"))
+    for title, unit, left, right in (*_OF_THE_MONITOR, *((name, name, (name,), None) for name in logged)):
         if any(name in run.series for run in runs for name in left):
             yield title, _draw(title, runs, partial(_lines, unit=unit, left=left, right=right))
     if any(run.of("window") for run in runs):

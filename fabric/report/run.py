@@ -9,7 +9,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -72,7 +72,7 @@ def read(folder: Path) -> Run:
     run = Run(
         folder=folder,
         lines=lines,
-        series={**_logged(folder, notes), **_series(lines)},
+        series={**_series(_logged(folder, notes), ""), **_series(lines, "monitor/")},
         settings=tuple(described.get("settings", ())),
         doctor=described.get("doctor", {}),
         failures=tuple(_failures(folder / FAILURES)),
@@ -89,6 +89,8 @@ def read(folder: Path) -> Run:
         notes.append(f"No {MONITOR}: the run had no `fabric.monitor(...)`: times, memory and ranks are not known.")
     elif not run.of("window"):
         notes.append("No steps: the run ended before its first window of steps.")
+    if unknown := [window["unknown"] for window in run.of("window") if window.get("unknown")]:
+        notes.append(f"{len(unknown)} of {len(run.of('window'))} windows: {unknown[-1]}")
     return run
 
 
@@ -109,35 +111,37 @@ def _monitored(file: Path, notes: list[str]) -> Iterator[Line]:
             raise ValueError(f"`{file}` was not written by `fabric.monitor`: its line {number} has no `kind`.")
 
 
-def _series(lines: Sequence[Line]) -> dict[str, list[tuple[float, float]]]:
+def _series(lines: Iterable[Line], before: str) -> dict[str, list[tuple[float, float]]]:
+    """The series of each metric, with `before` before its name."""
     found: dict[str, list[tuple[float, float]]] = {}
     for line in lines:
         for name, value in line.get("metrics", {}).items():
-            found.setdefault(f"monitor/{name}", []).append((line["step"], value))
+            found.setdefault(before + name, []).append((line["step"], value))
         if line["kind"] == "start":
             for points in found.values():
                 points.append((points[-1][0], math.nan))
     return found
 
 
-def _logged(folder: Path, notes: list[str]) -> dict[str, list[tuple[float, float]]]:
-    """The metrics of the newest `metrics.csv`."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for file in sorted(_within(folder, METRICS), key=lambda file: file.stat().st_mtime)[-1:]:
+def _logged(folder: Path, notes: list[str]) -> Iterator[Line]:
+    """The rows of each `metrics.csv`, oldest file first: a run that was restarted has one for each start."""
+    shown: list[str] = []
+    for file in sorted(_within(folder, METRICS), key=lambda file: file.stat().st_mtime):
         header, *rows = list(csv.reader(file.read_text(encoding="utf-8").splitlines())) or [[]]
         if header[:1] != ["step"]:
             notes.append(f"`{file}` is not shown: its first column is not `step`, so `CSVLogger` has not written it.")
-            rows = []
+            continue
+        shown.append(str(file.relative_to(folder)))
+        yield {"kind": "start"}
         for count, row in enumerate(rows):
             try:
                 numbers = {name: float(cell) for name, cell in zip(header, row, strict=True) if cell}
             except ValueError:
-                notes.append(f"Line {count + 2} of {METRICS} cannot be read; the others are shown.")
+                notes.append(f"Line {count + 2} of {shown[-1]} cannot be read; the others are shown.")
                 continue
-            step = numbers.pop("step", count)
-            for name, number in numbers.items():
-                found.setdefault(name, []).append((step, number))
-    return found
+            yield {"kind": "row", "step": numbers.pop("step", count), "metrics": numbers}
+    if len(shown) > 1:
+        notes.append(f"Metrics of {len(shown)} files are shown as one run, in this order: {', '.join(shown)}.")
 
 
 def _failures(file: Path) -> Iterator[tuple[float, str]]:

@@ -1,6 +1,7 @@
 """Folders of runs that are damaged, of another program, or have little in them."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -49,6 +50,25 @@ def test_metrics_of_another_program_are_left_out(tmp_path: Path) -> None:
     assert run.notes == [
         f"`{tmp_path / 'metrics.csv'}` is not shown: its first column is not `step`, so `CSVLogger` has not written it."
     ]
+
+
+def test_the_metrics_of_a_run_that_was_restarted_are_one_run(tmp_path: Path) -> None:
+    for version, rows in enumerate(("1,4\n2,3\n", "2,5\n")):
+        file = tmp_path / f"version_{version}/metrics.csv"
+        file.parent.mkdir()
+        file.write_text(f"step,loss\n{rows}")
+        os.utime(file, (version, version))
+    run = read(tmp_path)
+    assert str(run.series["loss"]) == "[(1.0, 4.0), (2.0, 3.0), (2.0, nan), (2.0, 5.0)]"
+    assert run.notes[0] == (
+        "Metrics of 2 files are shown as one run, in this order: version_0/metrics.csv, version_1/metrics.csv."
+    )
+
+
+def test_windows_in_which_a_late_rank_may_be_unnamed_are_counted(tmp_path: Path) -> None:
+    unknown = WINDOW.replace('"slow": null', '"slow": null, "unknown": "Busy machine: a rank may be late."')
+    run = read(monitored(tmp_path, START + unknown + WINDOW))
+    assert run.notes == ["1 of 2 windows: Busy machine: a rank may be late."]
 
 
 def test_failures_have_their_times_and_whole_messages(tmp_path: Path) -> None:
