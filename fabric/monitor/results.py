@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fabric.monitor.flops import device_name
-from fabric.monitor.slow_rank import SlowRanks
+from fabric.monitor.slow_rank import SlowRanks, unknown_in_words
 from fabric.monitor.table import Table
 from fabric.monitor.window import AS_MEASURED, MEMORY, NUM_LAST, PHASES, SAVING, WAITING, Gathered
 from fabric.output.logger import log_metrics
@@ -93,11 +93,12 @@ class Results:
         metrics = self.latest = _of_all(ranks, self._rank_share)
         if slow is not None:
             metrics |= {"slow_rank": slow.rank, "slow_seconds": slow.seconds}
-        num_steps, named = round(gathered.numbers[0]["num_steps"]), slow and asdict(slow)
-        self.write("window", time=at, step=step, num_steps=num_steps, metrics=metrics, ranks=ranks, slow=named)
+        unknown = unknown_in_words(own_rsp, gathered.queued_rs, self.step_seconds) if slow is None else ""
+        found = {"metrics": metrics, "ranks": ranks, "slow": slow and asdict(slow), "unknown": unknown}
+        self.write("window", time=at, step=step, num_steps=round(gathered.numbers[0]["num_steps"]), **found)
         log_metrics(self._loggers, {f"monitor/{name}": value for name, value in metrics.items()}, step)
         if self._table is not None:
-            self._table.show(step, metrics, ranks, "" if slow is None else slow.in_words())
+            self._table.show(step, metrics, ranks, unknown if slow is None else slow.in_words())
 
     def _of_rank(self, rank: int, gathered: Gathered, waits_sp: Tensor) -> dict[str, float]:
         """The numbers of one rank; none that is not known."""

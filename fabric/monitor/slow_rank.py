@@ -70,14 +70,10 @@ class SlowRanks:
         `queued_rs`: how long in each step each rank was ready to run and its processor ran another program: a rank is
         not called slow for that.
         """
-        if len(own_rsp) < 2:
-            return None
         found = _in_steps(own_rsp[:, :NUM_LAST], queued_rs[:, :NUM_LAST], step_seconds)
         seen = None if found is None else (found.phase, None if found.is_passing else found.rank)
         is_seen_again, self._seen = seen == self._seen, seen
-        if not is_seen_again:
-            found = None
-        found = found or _in_saves(own_rsp[:, NUM_LAST, SAVING])
+        found = (found if is_seen_again else None) or _in_saves(own_rsp[:, NUM_LAST, SAVING])
         if found is None:
             return None
         last, self._named = self._named, found
@@ -85,17 +81,29 @@ class SlowRanks:
         return replace(found, is_passing=is_passing)
 
 
+def unknown_in_words(own_rsp: Tensor, queued_rs: Tensor, step_seconds: float) -> str:
+    """One sentence where a late rank may stay unnamed; otherwise nothing. Arguments as for `SlowRanks.find`."""
+    if len(own_rsp) < 2:
+        return ""
+    num_known = int((~own_rsp[:, :NUM_LAST].isnan().any(2).any(0)).sum())
+    if num_known < MIN_STEPS:
+        return f"No late rank can be named: all collectives are known of {num_known} steps, and {MIN_STEPS} are needed."
+    least = MIN_QUEUED * float(queued_rs[:, :NUM_LAST].nanmean(1).max())
+    if least <= max(MIN_SECONDS, MIN_SHARE * step_seconds):
+        return ""
+    return f"Busy machine: ranks wait for processors. A rank late by less than {1e3 * least:,.0f} ms is not named."
+
+
 def _in_steps(own_rsp: Tensor, queued_rs: Tensor, step_seconds: float) -> SlowRank | None:
     is_known = ~own_rsp.isnan().any(2).any(0)
     own_rsp, queued_rs = own_rsp[:, is_known], queued_rs[:, is_known]
-    if own_rsp.shape[1] < MIN_STEPS:
+    if own_rsp.shape[1] < MIN_STEPS or len(own_rsp) < 2:
         return None
-    everyone, whole_rs = torch.arange(len(own_rsp)), own_rsp.sum(2)
-    more_rsp = torch.stack([own_rsp[rank] - own_rsp[everyone != rank].median(0).values for rank in everyone])
-    whole = torch.stack([whole_rs[rank] - whole_rs[everyone != rank].amax(0) for rank in everyone])
-    queued = torch.stack([queued_rs[rank] - queued_rs[everyone != rank].median(0).values for rank in everyone])
+    whole_rs, middle = own_rsp.sum(2), len(own_rsp) // 2 - 1
+    whole_rs = whole_rs - _of_others(whole_rs, len(own_rsp) - 2)
+    queued = queued_rs - _of_others(queued_rs, middle)
     # Of two ranks one of which waits unrecorded for the other, neither needs more time in all than the other.
-    more_rsp = more_rsp.minimum(whole[..., None]) - queued.clamp(min=0)[..., None]
+    more_rsp = (own_rsp - _of_others(own_rsp, middle)).minimum(whole_rs[..., None]) - queued.clamp(min=0)[..., None]
     least = max(MIN_SECONDS, MIN_SHARE * step_seconds, MIN_QUEUED * float(queued_rs.mean(1).max()))
     most_sp, ranks_sp = more_rsp.max(0)
     phase = int(most_sp.median(0).values.argmax())
@@ -109,6 +117,12 @@ def _in_steps(own_rsp: Tensor, queued_rs: Tensor, step_seconds: float) -> SlowRa
     return SlowRank(
         rank=rank, phase=PHASES[phase], seconds=seconds, share=seconds / step_seconds, is_passing=not is_one
     )
+
+
+def _of_others(of_ranks: Tensor, number: int) -> Tensor:
+    """For each rank, the value of the other ranks that has this number in their order, from the smallest on."""
+    ordered = of_ranks.sort(0).values
+    return torch.where(of_ranks > ordered[number], ordered[number], ordered[number + 1])
 
 
 def _in_saves(own_r: Tensor) -> SlowRank | None:

@@ -59,10 +59,9 @@ def _drawn(
         memory = each.get("device_memory_peak_bytes", each.get("host_memory_bytes"))
         last = "" if memory is None else f"{in_words(memory)}B"
         grid.add_row(name, seconds_in_words(each["step_seconds"]), *_shares(each), last)
-    left_out = (
-        [Text(f"{len(ranks) - _MOST_ROWS} more ranks wait longer", style="dim")] if len(ranks) > _MOST_ROWS else []
-    )
-    return Group(Text("  ".join(heads)), grid, *left_out, *([Text(slow, style="bold")] if slow else []))
+    more = f"{len(ranks) - _MOST_ROWS} more ranks wait longer" if len(ranks) > _MOST_ROWS else ""
+    below = [Text(words, style=style) for words, style in ((more, "dim"), (slow, "bold")) if words]
+    return Group(Text("  ".join(heads)), grid, *below)
 
 
 def _heads(step: int, metrics: Mapping[str, float]) -> list[str]:

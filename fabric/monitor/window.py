@@ -88,9 +88,12 @@ def arrivals(calls: Sequence[Call], steps: Sequence[Step]) -> list[Arrival]:
         late = began if call.device_seconds is None else -call.device_seconds
         group = crc32(call.group.encode()) % 2**20  # a float64 has 52 bits
         found.append(Arrival(float(group * 2**32 + call.number % 2**32), late, 2 * (8 * index + phase) + overlaps))
+    # A recorder that has a call from before these steps has all of theirs. Devices have a recorder of their own.
+    before = {call.is_on_device for call in calls if call.started_ns / 1e9 < spans[0][1]}
+    has_all = len(calls) < NUM_CALLS or all(call.is_on_device in before for call in calls)
+    is_cut = len(found) > NUM_CALLS or not has_all
     found = found[-NUM_CALLS:]
-    first = found[0].place // 16 if found and len(calls) >= NUM_CALLS else -1
-    return [each for each in found if each.place // 16 > first]
+    return [each for each in found if each.place // 16 > found[0].place // 16] if is_cut else found
 
 
 def pack(numbers: dict[str, float], last: Sequence[Step], found: Sequence[Arrival]) -> Tensor:

@@ -1,19 +1,35 @@
 """The rank for which the others wait is named with its phase and its delay, and nobody where nobody is late."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from delays import Delay, Slow, mover, train
+from delays import BATCH, Delay, Rows, Slow, mover, train
 from pipelining import NUM_WORDS, Net, cut_evenly, loss_of
 from torch.optim import SGD
+from torch.utils.data import DataLoader
 from worlds import preload
 
 from fabric import Fabric
-from fabric.monitor.slow_rank import SlowRanks
-from fabric.monitor.window import BACKWARD, NUM_LAST, PHASES, SAVING, Arrival, Gathered, Step, pack
+from fabric.launchers.watch.table import Call
+from fabric.monitor.results import Results
+from fabric.monitor.slow_rank import SlowRanks, unknown_in_words
+from fabric.monitor.window import (
+    BACKWARD,
+    NUM_LAST,
+    PHASES,
+    SAVING,
+    STEP,
+    Arrival,
+    Gathered,
+    Step,
+    arrivals,
+    pack,
+    steps_of,
+)
 from fabric.strategies import ModelParallelStrategy, Pipeline
 
 NUM_RANKS = 3
@@ -73,8 +89,14 @@ def test_a_delay_that_moves_from_rank_to_rank_is_passing(tmp_path: Path) -> None
     assert {each and (each["phase"], each["is_passing"]) for each in named} - {None} == {("forward", True)}
 
 
+class Words(Rows):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        super().__getitem__(index)
+        return torch.full((3,), index % NUM_WORDS), torch.full((3,), index % 2)
+
+
 def train_in_a_pipeline(fabric: Fabric, delay: Delay, folder: str) -> None:
-    """Each rank has some blocks; `delay` is in the first of them, in the step, or in each save."""
+    """Each rank has some blocks; `delay` is in the loader, in the first of them, in the step, or in each save."""
     torch.set_num_threads(1)
     delay.rank, net = fabric.global_rank, Net()
     for block in net.blocks.values():
@@ -82,9 +104,8 @@ def train_in_a_pipeline(fabric: Fabric, delay: Delay, folder: str) -> None:
     model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.01))
     optimizer.register_step_pre_hook(lambda *_: delay.at("optimizer"))
     fabric.monitor(folder, window_steps=6, show=False)
-    for delay.step in range(14):
-        torch.manual_seed(delay.step)
-        tokens, targets = torch.randint(NUM_WORDS, (2, 4, 3))
+    loader = fabric.setup_dataloaders(DataLoader(Words(14 * 2 * BATCH, delay), batch_size=BATCH))
+    for delay.step, (tokens, targets) in enumerate(loader):
         fabric.backward(model(tokens, targets))
         optimizer.step()
         optimizer.zero_grad()
@@ -97,7 +118,12 @@ def train_in_a_pipeline(fabric: Fabric, delay: Delay, folder: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("where", "named"),
-    [("forward", set()), ("optimizer", {(1, "optimizer", False)}), ("saving", {(1, "saving", False)})],
+    [
+        ("data", {(1, "data", False)}),
+        ("forward", set()),
+        ("optimizer", {(1, "optimizer", False)}),
+        ("saving", {(1, "saving", False)}),
+    ],
 )
 def test_in_a_pipeline_a_rank_is_named_for_what_is_outside_its_schedule(
     where: str, named: set[Any], tmp_path: Path
@@ -192,6 +218,41 @@ def test_who_waits_for_a_processor_is_not_called_slow() -> None:
     assert found_in(*[own(data=0.05)] * 2)[1] is not None
     assert found_in(*[own(data=0.05)] * 2, queued=queued)[1] is None
     assert found_in(*[own(data=0.05).flip(0)] * 2, queued=queued)[1] is None, "the machine is busy"
+
+
+def test_on_a_busy_machine_the_table_and_the_file_say_who_may_stay_unnamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    phases = dict.fromkeys(PHASES, 0.1)
+    packed = [
+        pack({**phases, "node": 0, "num_steps": 6, "seconds": 0.6}, [Step([0.1] * 7, queued=queued)] * 7, [])
+        for queued in (0.0, 0.05)
+    ]
+    said = "Busy machine: ranks wait for processors. A rank late by less than 100 ms is not named."
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        Results(fabric._connected.runtime, "ddp", [], tmp_path, show=True).window(lambda: torch.stack(packed), 6, NOW)
+    assert capsys.readouterr().out.endswith(f" {said}\n")
+    assert [line["unknown"] for line in lines_of(tmp_path) if line["kind"] == "window"] == [said]
+    assert unknown_in_words(own(), NOT_QUEUED, 0.1) == unknown_in_words(own()[:1], NOT_QUEUED[:1] + 0.05, 0.1) == ""
+
+
+def test_where_torch_has_forgotten_collectives_the_monitor_says_that_no_rank_can_be_named() -> None:
+    late = own(data=0.05)
+    late[:, :-5] = torch.nan
+    assert found_in(late, late) == [None, None]
+    assert unknown_in_words(late, NOT_QUEUED, 0.1) == (
+        "No late rank can be named: all collectives are known of 4 steps, and 5 are needed."
+    )
+
+
+@pytest.mark.parametrize(("num_calls", "known"), [(50, {0, 1, 2, 3, 4}), (60, {1, 2, 3, 4})])
+def test_a_step_of_which_torch_has_forgotten_collectives_is_left_out(num_calls: int, known: set[int]) -> None:
+    end, step_ns = int(NOW * 1e9), num_calls * 10**6
+    ends = [end - step_ns * number for number in range(4, -1, -1)]
+    steps = steps_of([mark for at in ends for mark in (BACKWARD, at, STEP, at)], end - 5 * step_ns)
+    call = Call(group="a", number=1, operation="all_reduce", where="", started_ns=0)
+    calls = [replace(call, number=number, started_ns=end - (256 - number) * 10**6) for number in range(256)]
+    assert {each.place // 16 for each in arrivals(calls, steps)} == known
 
 
 def test_nobody_is_named_where_waits_are_not_recorded_or_two_ranks_are_late() -> None:
