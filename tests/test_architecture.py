@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -397,6 +398,42 @@ def test_prepared_is_made_in_one_place() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Prepared"
     }
     assert makers == {"strategies/prepared.py"}
+
+
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+NO_CODE |= {tokenize.ENCODING, tokenize.ENDMARKER}
+
+
+def code_lines(path: Path) -> int:
+    """The lines of a file that are not blank, a comment or a docstring."""
+    docstrings = {
+        number
+        for node in nodes_of(path)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    with path.open("rb") as file:
+        tokens = [each for each in tokenize.tokenize(file.readline) if each.type not in NO_CODE]
+    return len({number for each in tokens for number in range(each.start[0], each.end[0] + 1)} - docstrings)
+
+
+def test_files_and_functions_are_small() -> None:
+    """A file has at most 600 code lines, a function at most 8 parameters unless users call it; an eighth is imports."""
+    sizes = {named(path): code_lines(path) for path in sources()}
+    assert not {name: size for name, size in sizes.items() if size > 600}
+    of_users = {"Fabric.__init__", "DeepSpeedStrategy.__init__", "FSDPStrategy.__init__", "token_batches"}
+    num_imports = 0
+    for path in sources():
+        for node in nodes_of(path):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                num_imports += (node.end_lineno or node.lineno) - node.lineno + 1
+            owner = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+            for function in ast.iter_child_nodes(node):
+                if isinstance(function, ast.FunctionDef) and owner + function.name not in of_users:
+                    given = function.args
+                    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+                    assert len({*names} - {"self", "cls"}) <= 8, f"{named(path)}: {owner}{function.name}"
+    assert num_imports / sum(sizes.values()) < 0.125
 
 
 def test_no_file_has_a_generic_name() -> None:

@@ -9,8 +9,9 @@ from fabric.strategies.capabilities import Capability
 from fabric.testing import loops
 from fabric.testing.collectives import run_operations
 from fabric.testing.drawn import Trial
-from fabric.testing.loops import Outcome, Recipe, train
+from fabric.testing.loops import Recipe, train
 from fabric.testing.plain import Loop
+from fabric.testing.run import Outcome
 
 Body: TypeAlias = Callable[[Loop, Trial], Outcome]
 

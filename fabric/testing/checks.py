@@ -21,8 +21,8 @@ from fabric.strategies.precision.precision import Precision, PrecisionInput
 from fabric.strategies.strategy import Strategy
 from fabric.testing.cases import Case, cases
 from fabric.testing.drawn import Sizes, Trial
-from fabric.testing.loops import Outcome
 from fabric.testing.plain import SCALE, plain
+from fabric.testing.run import Outcome
 
 Result: TypeAlias = Literal["equal", "raised", "failed"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fabric.strategies.collectives.collective import HOST_DEVICES, Collective, CollectiveError, ReduceOp
 from fabric.testing.drawn import Trial
-from fabric.testing.loops import Outcome
 from fabric.testing.plain import Loop
+from fabric.testing.run import Outcome
 
 _REDUCTIONS: tuple[ReduceOp, ...] = ("sum", "mean", "min", "max", "product")
 

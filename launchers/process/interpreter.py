@@ -47,6 +47,9 @@ BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedR
 _inherited: list[Any] = []
 """Files that the parent of this process had open."""
 
+_forgotten: list[Any] = []
+"""The finalizers of the parent: to free hundreds of objects would copy a thousand pages of the parent's memory."""
+
 
 def join_threads() -> None:
     """Wait for all threads but daemons, as Python does when it exits."""
@@ -65,7 +68,8 @@ def forget_parent() -> None:
     """
     atexit._clear()
     finalize: Any = weakref.finalize
-    finalize._registry.clear()
+    _forgotten.append(finalize._registry)
+    finalize._registry = {}
     finalize._registered_with_atexit = False
     finalize(finalize, int)  # registers those of the rank now: they run after what it registers, such as `Fabric.close`
     atexit.register(close_files)

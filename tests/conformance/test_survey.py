@@ -8,7 +8,7 @@ import pytest
 from devices import ACCELERATOR
 
 from fabric.testing import Case, cases, survey
-from fabric.testing.loops import Outcome
+from fabric.testing.run import Outcome
 
 
 def fall(loop: Any, trial: Any) -> Outcome:

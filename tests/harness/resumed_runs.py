@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from fabric import Fabric, read_checkpoint
 from fabric.testing.checks import draw
 from fabric.testing.drawn import Trial
-from fabric.testing.loops import mean
 from fabric.testing.plain import Loop
+from fabric.testing.run import mean
 
 NUM_STEPS = 5
 """Before the checkpoint, and again after it."""
