@@ -1,7 +1,7 @@
 """What `fabric.monitor` costs: in a step of some milliseconds, and at the end of a window of steps.
 
-The same loop with the monitor and without takes turns of a few steps, many times. What comes once per window is measured
-apart, for by default a window has 5 s of steps.
+The same loop with the monitor and without takes turns of a few steps, many times. What comes once per window is
+measured apart, for by default a window has 5 s of steps.
 """
 
 from __future__ import annotations
