@@ -24,6 +24,10 @@ TooLong: TypeAlias = Literal["error", "alone", "cut"]
 _WINDOW_BATCHES = 16
 """Tokens of so many batches wait. Of 20,000 samples with lengths of a lognormal distribution (mean 200, sigma 1),
 batches of 4,096 tokens had 99.9 % of these, each but the last ones 99.5 % or more; with one batch waiting 93.7 %."""
+_NO_LENGTH = (
+    "`len` of `token_batches`: the number of batches depends on the order of the samples in each epoch. "
+    "End the loop by a number of steps, `while fabric.num_steps < num_steps`."
+)
 
 
 def token_batches(
@@ -103,6 +107,9 @@ class TokenBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         return _filled(((index, self.lengths[index]) for index in self.sampler), self.max_tokens)
 
+    def __len__(self) -> int:
+        raise TypeError(_NO_LENGTH)
+
 
 @final
 class TokenStream(IterableDataset[list[Any]]):
@@ -123,6 +130,9 @@ class TokenStream(IterableDataset[list[Any]]):
     def __iter__(self) -> Iterator[list[Any]]:
         number, count = self.enter_worker()
         return islice(self.batches(), number, None, count)
+
+    def __len__(self) -> int:
+        raise TypeError(_NO_LENGTH)
 
     def batches(self) -> Iterator[list[Any]]:
         """All batches."""

@@ -153,6 +153,15 @@ def test_a_sample_that_is_too_long_is_an_error_alone_or_cut() -> None:
     assert list(token_batches(Some(), 5, too_long="cut")) == [[samples[1][:5]], [samples[0], samples[2]]]
 
 
+@pytest.mark.parametrize("kind", ["map", "stream", "workers"])
+def test_the_length_is_an_error_that_says_what_to_write(kind: str) -> None:
+    with Fabric(accelerator=ACCELERATOR, devices=1) as fabric:
+        for loader in (loader_of(kind), fabric.setup_dataloaders(loader_of(kind))):
+            with pytest.raises(TypeError, match=r"^`len` of `token_batches`: .* End the loop by a number of steps"):
+                len(loader)
+            assert len(list(loader)) > 90  # `list` asks for the length, too
+
+
 def test_arguments_that_contradict_each_other_raise() -> None:
     with pytest.raises(ValueError, match="write a number from 1 on, and 'error', 'alone', 'cut'"):
         token_batches([[1]], 0)
