@@ -30,6 +30,7 @@ from fabric.launchers.rendezvous.store_server import MeetingPoint
 from fabric.launchers.supervision.guardian import Guardian
 from fabric.launchers.supervision.output import Output, Stream
 from fabric.launchers.watch.questions import Place, ask_all
+from fabric.launchers.watch.table import WAITED_FOR
 from fabric.launchers.world import World
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -147,6 +148,8 @@ class Supervisor:
         self._last_save = float("-inf")
         """When a rank last began or ended a save."""
         self._abandoned = False
+        self._waited_for = ""
+        """The line of the last table that names the late ranks."""
         self._num_handled = 0
         """How many of the received signals have been handled."""
 
@@ -181,7 +184,10 @@ class Supervisor:
     def describe(self) -> str:
         """The message for the failures."""
         size, num_nodes = self.topology.size, self.topology.num_nodes
-        return failure.describe(self.failures, size, self.departures, num_nodes=num_nodes)
+        described = failure.describe(self.failures, size, self.departures, num_nodes=num_nodes)
+        if self._waited_for and failure.first(self.failures, self.departures).lost_peer:
+            described += f"\n\n{self._waited_for}"
+        return described
 
     def abandon(self) -> None:
         """In a rank that was forked from this process: release everything that belongs to the supervisor."""
@@ -271,6 +277,8 @@ class Supervisor:
                     self._fail(report)
                 case _:
                     say(str(report))
+                    lines = str(report).splitlines()
+                    self._waited_for = next((line for line in lines if line.startswith(WAITED_FOR)), "")
 
     def _copy(self, stream: Stream) -> None:
         """Copy what a rank has printed; at end of file stop watching the pipe."""

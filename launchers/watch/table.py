@@ -16,6 +16,8 @@ CALLS = "calls of fabric"
 """Descriptions of further process groups of all ranks, see `process_group.py`."""
 ELSEWHERE = "and Python is at "
 """In `Activity.words` if the call goes on in the background."""
+WAITED_FOR = "The others wait for "
+"""The beginning of the line below the table that names the late ranks."""
 GONE = "A collective of all ranks waits for a rank that has ended or cannot be reached, and will never complete."
 DIVERGED = "The ranks did not make the same call, and would wait for each other forever."
 
@@ -175,9 +177,9 @@ def _advice(activities: Sequence[Activity]) -> list[str]:
     busy = [each.rank for each in activities if each.kind in ("python", "loader")]
     gone = [each.rank for each in activities if each.kind in ("silent", "gone")]
     if gone:
-        return [f"The others wait for {ranks_in_words(gone)}."]
+        return [f"{WAITED_FOR}{ranks_in_words(gone)}."]
     if busy:
-        return [f"The others wait for {ranks_in_words(busy)}, which may be slow, or in another part of the program."]
+        return [f"{WAITED_FOR}{ranks_in_words(busy)}, which may be slow, or in another part of the program."]
     return ["They wait in different calls."] if _never_meet(activities) else []
 
 

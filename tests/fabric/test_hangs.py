@@ -155,7 +155,11 @@ def test_the_timeout_error_names_the_call_that_a_rank_has_not_made(tmp_path: Pat
         output = read_until(program, "rank 1: has not made it")
         assert f"rank 0: fabric.backward, {line('fabric.backward')} in <module>: all_reduce of float32" in output
         read_until(program, "failed first")
+        assert program.process.stderr is not None
+        output = program.process.stderr.read()
         assert program.process.wait(30) == 1
+    words = "The others wait for rank 1, which may be slow, or in another part of the program."
+    assert output.rstrip().endswith(f"\n\n{words}"), output
 
 
 def test_ctrl_c_on_a_job_that_hangs_prints_the_table(tmp_path: Path) -> None:
