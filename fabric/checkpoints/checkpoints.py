@@ -51,6 +51,8 @@ class Checkpoints:
         self._loaders = LoaderStates(self._collective, self._report_once)
         self._states = ObjectStates(self._access, self._loaders)
         self._background = BackgroundSaves(runtime.collective, saving_rank)
+        self.writes = all(check.writes_checkpoints for check in moments.checks)
+        """False under `fabric verify`: `save` reads the state, and leaves the files as they are."""
 
     def save(
         self,
@@ -66,9 +68,9 @@ class Checkpoints:
         with self.announced(path, blocking=blocking), saving_rank():
             self.wait()
             content = self.content(state, keep)
-            if blocking:
+            if blocking and self.writes:
                 write_and_commit.save(self._collective, storage, content, after_commit, self._background.off_device)
-            else:
+            elif self.writes:
                 pending = self._background.start(storage, content, after_commit)
         return pending or PendingSave(storage.path)
 

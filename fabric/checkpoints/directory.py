@@ -98,7 +98,8 @@ class CheckpointDirectory:
         _ready(fabric)  # a checkpoint that is not complete yet would be taken for the remains of a dead job
         if (wrong := fabric.collective.broadcast_object(self._wrong(step, metric))) is not None:
             raise ValueError(wrong)
-        folder = read_by_rank_zero(fabric.collective, self.path, lambda: self._next(step, metric))
+        writes = fabric._connected.checkpoints.writes
+        folder = read_by_rank_zero(fabric.collective, self.path, lambda: self._next(step, metric, removes=writes))
         return fabric.save(self._storage.inside(folder).path, state, filter, blocking, after_commit=self._remove_old)
 
     def load(
@@ -137,12 +138,12 @@ class CheckpointDirectory:
                 return None
         return f"`step={step!r}`: the number of steps until this checkpoint, an integer from 0 on."
 
-    def _next(self, step: int | None, metric: float | None) -> str:
-        """The name of the next checkpoint. Removes the incomplete ones of jobs that died."""
+    def _next(self, step: int | None, metric: float | None, *, removes: bool) -> str:
+        """The name of the next checkpoint. `removes`: the incomplete ones of jobs that died."""
         number = max((name.number for name in self._names()), default=0) + 1
         complete = self._complete()
         for name, folder in self._names().items():
-            if name not in complete:
+            if removes and name not in complete:
                 with contextlib.suppress(OSError):
                     self._storage.inside(folder).discard()
         return str(

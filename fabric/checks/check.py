@@ -30,6 +30,9 @@ class Check:
     Moments are called on every rank. What a moment raises, the line of the program that led to it raises.
     """
 
+    writes_checkpoints = True
+    """Whether `fabric.save` writes. False: the program runs for its numbers alone, and no checkpoint is changed."""
+
     def connected(self, runtime: Runtime) -> None:
         """This process is a rank now."""
 
@@ -137,7 +140,7 @@ class Moments:
             moment(optimizer)
 
 
-MOMENTS = tuple(name for name in vars(Check) if not name.startswith("_") and name != "removed")
+MOMENTS = tuple(name for name, each in vars(Check).items() if callable(each) and name[0] != "_" and name != "removed")
 
 
 @final

@@ -212,7 +212,9 @@ SCALE = 2.0**10
 
 @final
 class Recorder(Check):
-    """Writes the record of one fabric, and ends the program after the last step."""
+    """Writes the record of one fabric, and ends the program after the last step. No checkpoint is written."""
+
+    writes_checkpoints = False
 
     def __init__(self, recording: Recording, strategy: str | Strategy) -> None:
         """`strategy`: as asked for, whose name the record has."""
@@ -235,10 +237,13 @@ class Recorder(Check):
         self.steps: list[Step] = []
         self.now = RankFacts()
         self.gradients: dict[str, dict[str, Sketch]] = {}
-        """By the prefix of their model, until its optimizer steps."""
+        """By the prefix of their model, as the last backward left them."""
         self.loss = 0.0
+        """Of the backwards before this step; of those before the last one, if none has followed it."""
         self.num_unweighted = 0
-        """Backwards without a weight, before this step."""
+        """Backwards without a weight, before those of this step."""
+        self.begins_step = False
+        """Whether the next backward is the first one since a step."""
         self.drawn = b""
         self.num_gathers = 0
         self.is_done = False
@@ -286,6 +291,9 @@ class Recorder(Check):
         self.num_gathers = len(self._gathers())
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
+        if self.begins_step:
+            self.loss, self.num_unweighted = 0.0, self.runtime.loop_progress.num_unweighted
+            self.begins_step = False
         self.now.draws |= bool(self.drawn) and digest(torch_rng().read()) != self.drawn
         self.now.gathers += self._gathers()[self.num_gathers :]
 
@@ -320,21 +328,19 @@ class Recorder(Check):
         gradients: dict[str, Sketch] = {}
         for prefix, model in self.models.items():
             if optimizer in model.optimizers or any(id(each) in held for each in model.module.parameters()):
-                gradients |= self.gradients.pop(prefix, {})
-        unweighted = self.runtime.loop_progress.num_unweighted
+                gradients |= self.gradients.get(prefix, {})
         self.steps.append(
             Step(
                 loss=self.loss,
                 learning_rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-                is_weighted=unweighted == self.num_unweighted,
+                is_weighted=self.runtime.loop_progress.num_unweighted == self.num_unweighted,
                 was_skipped=bool(optimizer.step_was_skipped),  # type: ignore[attr-defined]
                 gradients=gradients,
                 weights=self._weights(),
                 ranks=[self.now],
             )
         )
-        self.num_unweighted = unweighted
-        self.loss, self.now = 0.0, RankFacts()
+        self.now, self.begins_step = RankFacts(), True
         if len(self.steps) >= self.recording.num_steps * self.num_optimizers:
             self._write("steps")
             raise SystemExit(0)

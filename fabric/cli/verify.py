@@ -29,7 +29,8 @@ def verify(parsed: argparse.Namespace) -> int:
             signal.signal(number, _end)
     program = program_of(parsed.script, parsed.script_arguments, is_module=parsed.module)
     start, options = partial(start_program, os.environ, program), options_of(parsed)
-    verification = Verification(start, options, parsed.steps, parsed.keep_dropout, parsed.tolerance)
+    announce = partial(print, "fabric verify: the program runs", file=sys.stderr, flush=True)
+    verification = Verification(start, options, parsed.steps, parsed.keep_dropout, parsed.tolerance, announce)
     verdict = verification.run(parsed.against, parsed.save)
     if parsed.json:
         print(json.dumps(as_json(verdict)))
@@ -58,12 +59,14 @@ def show(verdict: Verdict, console: Console) -> None:
     columns = [f"{each.strategy}, {ranks_in_words(each.num_ranks)}" for each in (verdict.reference, verdict.run)]
     table = Table("step", "", *columns, "difference")
     for step in as_json(verdict)["steps"]:
-        for place, (words, one) in enumerate(step["reference"].items()):
-            other = step["run"][words]
+        rows = {words: (one, step["run"][words]) for words, one in step["reference"].items() if words in step["run"]}
+        for place, (words, (one, other)) in enumerate(rows.items()):
             difference = "0" if one == other else f"{abs(one - other) / (abs(one) or 1.0):.1e}"
             table.add_row("" if place else str(step["step"]), words, f"{one:.8g}", f"{other:.8g}", difference)
     console.print(table)
     console.print(verdict.sentence, style="bold green" if verdict.is_equal else "bold red")
+    if len(verdict.causes) > 1:
+        console.print("Possible causes, the likeliest first:")
     for cause in verdict.causes:
         console.print(f"- {cause}")
 
@@ -76,5 +79,7 @@ def _end(number: int, frame: object) -> NoReturn:
 
 
 def _numbers(step: Step) -> dict[str, float]:
-    rate = step.learning_rates[0] if step.learning_rates else 0.0
-    return {"loss": step.loss, "gradient norm": step.gradient_norm, "learning rate": rate}
+    """What was recorded for a step: without a backward only the learning rate."""
+    numbers = {"sum of losses" if step.is_weighted else "loss": step.loss, "gradient norm": step.gradient_norm}
+    rate = {"learning rate": step.learning_rates[0] if step.learning_rates else 0.0}
+    return {**numbers, **rate} if step.gradients else rate

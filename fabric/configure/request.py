@@ -154,12 +154,17 @@ def _merge(written: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, An
         if word in ("auto", mine):
             continue
         if mine != default[name]:
+            is_object = isinstance(mine, Strategy)
+            script = f"{type(mine).__name__}(...)" if is_object else repr(_shown(mine))
             raise ValueError(
-                f"The script says `Fabric({name}={_shown(mine)!r})` and the command line `{flag(name)} "
-                f"{_shown(word)}`. Leave one of them out."
+                f"The script says `Fabric({name}={script})` and the command line `{flag(name)} {_shown(word)}`. "
+                f"Leave one of them out{_NAME_IT * is_object}."
             )
         merged[name] = word
     return merged
+
+
+_NAME_IT = ", or name the object by `register_strategy`, and choose the name by `--strategy` alone"
 
 
 def _shown(value: Any) -> Any:

@@ -347,7 +347,9 @@ class Fabric:
         else:
             checkpoints, collective = self.core._connected.checkpoints, self.core._connected.runtime.collective
             with checkpoints.announced(path):
-                other_formats.save(collective, path, gathered(collective, checkpoints.content(plain, filter)))
+                content = gathered(collective, checkpoints.content(plain, filter))
+                if checkpoints.writes:
+                    other_formats.save(collective, path, content)
 
     def load(
         self,

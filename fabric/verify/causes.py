@@ -47,25 +47,28 @@ def causes(reference: Record, run: Record, difference: Difference) -> Iterator[s
     if step.learning_rates != other.learning_rates and difference.kind == "weight":
         one, two = (", ".join(f"{rate:g}" for rate in each.learning_rates) for each in (step, other))
         yield _LEARNING_RATE.format(one=one, other=two)
-    if changed := sorted({name for rank in (*step.ranks, *other.ranks) for name in rank.changed}):
+    ratio = ratio_in_words(run, difference)
+    is_factor = difference.kind == "gradient" and "(" in ratio  # of the right gradient: nothing else differs
+    changed = sorted({name for rank in (*step.ranks, *other.ranks) for name in rank.changed})
+    if changed and not is_factor:
         yield _OUTSIDE.format(names=name_some(changed))
     reads_loader = any(rank.num_batches for rank in step.ranks)
-    if reads_loader and _reads_other_samples(step, other):
+    if reads_loader and not is_factor and _reads_other_samples(step, other):
         yield _OTHER_SAMPLES
-    if not reads_loader:
+    if not (reads_loader or is_factor):
         yield _NO_LOADER
-    if reference.layers or run.layers:
+    if (reference.layers or run.layers) and run.num_shares > 1 and not is_factor:
         yield _BATCH_NORM.format(layers=", ".join(run.layers or reference.layers))
     unequal = [counts for counts in _counts(other.ranks) if len(set(counts)) > 1]
     if unequal and not other.is_weighted:
         yield _UNEQUAL.format(counts=", ".join(map(str, unequal[0])))
     if lines := sorted({line for rank in other.ranks for line in rank.gathers}):
         yield _GATHERED.format(lines=", ".join(lines))
-    if any(rank.draws for rank in (*step.ranks, *other.ranks)):
+    if not is_factor and any(rank.draws for rank in (*step.ranks, *other.ranks)):
         yield _DRAWS
-    if "the number of ranks" in ratio_in_words(run, difference):
-        yield _FACTOR.format(ranks=run.num_ranks)
-    if run.eps > 1e-4:
+    if "the number of ranks" in ratio:
+        yield _FACTOR.format(ranks=run.num_ranks, how=_DIVIDED if ratio.startswith("1/") else _MULTIPLIED)
+    if run.eps > 1e-4 and not is_factor:
         yield _HALF
 
 
@@ -96,8 +99,8 @@ _OTHER_SAMPLES = (
     "without augmentation, and pass the `DataLoader` a `generator`."
 )
 RESUMED = (
-    "The program resumes from a checkpoint that the run before it has saved. Make resuming an option, and leave it out "
-    "under `fabric verify`."
+    "The program resumes from a file that the run before it has written by itself. Save by `fabric.save`, which writes "
+    "nothing under `fabric verify`, or make resuming an option, and leave it out."
 )
 _NO_LOADER = "The loop reads data that no prepared loader gives it. Pass the loader to `fabric.setup_dataloaders`."
 _BATCH_NORM = (
@@ -114,10 +117,14 @@ _OUTSIDE = (
     "{names} changed outside of an optimizer's step: each rank changes its own copy, or its shard. Change weights by "
     "values that are the same on all ranks."
 )
-_FACTOR = (
-    "The gradient is off by the number of ranks ({ranks}): a loss divided or multiplied by `fabric.world_size`, a loss "
-    "that is a sum over samples (write `fabric.backward(loss_sum, weight=num_samples)`), or a gradient that is summed "
-    "over the ranks once more after `fabric.backward`, which averages it."
+_FACTOR = "The gradient is off by the number of ranks ({ranks}): {how}."
+_DIVIDED = (
+    "a loss that is divided by `fabric.world_size`, or a loss that is a sum over samples (write "
+    "`fabric.backward(loss_sum, weight=num_samples)`)"
+)
+_MULTIPLIED = (
+    "a loss that is multiplied by `fabric.world_size`, or a gradient that is summed over the ranks once more after "
+    "`fabric.backward`, which averages it"
 )
 _HALF = "In half precision right programs may part in the first steps, too: compare in `--precision 32-true` first."
 _CHAOS = "The model amplifies rounding. Compare in a higher precision, such as `--precision 64-true`."

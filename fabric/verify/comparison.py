@@ -96,6 +96,7 @@ def why_nothing(record: Record) -> str | None:
     last = {name: sketch for step in record.steps for name, sketch in step.weights.items()}
     reasons = {
         "the program took no step of a prepared optimizer (does it resume a run that has ended?)": not norms,
+        "no `fabric.backward` ran before any step": not any(step.gradients for step in record.steps),
         "all gradients are zero": not any(norms),
         "no gradient is finite": not any(map(math.isfinite, norms)),
         "the loss scaler skipped all steps": all(step.was_skipped for step in record.steps),

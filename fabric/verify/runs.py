@@ -59,6 +59,8 @@ class Verification:
     num_steps: int = 8
     keeps_dropout: bool = False
     tolerance: float | None = None
+    announce: Callable[[str], object] = lambda words: None
+    """Called with how the program runs, when a run starts."""
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -101,12 +103,13 @@ class Verification:
                 known = record("in one process", one, in_place_of=shares)
                 if shares > 1 and known.samples_of_first_step == shares * run.samples_of_first_step > 0:
                     shares = 1  # the program divides its batches by `world_size`: one process reads global ones itself
-                    known = record("in one process", one, in_place_of=shares)
+                    known = record("in one process again, over its own batches", one, in_place_of=shares)
                 if self.tolerance is None:
                     permuted = record("in one process, permuted", one, in_place_of=shares, permuted=True)
         return judge(known, permuted, run, self.tolerance)
 
     def _record(self, path: Path, words: str, options: Options, **recorded: Any) -> Record:
+        self.announce(f"{words}: {self.num_steps} steps of each optimizer, and no checkpoint is written")
         recording = Recording(path=str(path), num_steps=self.num_steps, keeps_dropout=self.keeps_dropout, **recorded)
         code, said = self.start(options, recording)
         if path.exists():
@@ -161,9 +164,8 @@ def judge(reference: Record, permuted: Record | None, run: Record, tolerance: fl
     verdict = partial(Verdict, reference=reference, run=run)
     who, whose = (f"{each.strategy} on {ranks_in_words(each.num_ranks)}" for each in (run, reference))
     whose = "one process" if reference.num_ranks == 1 else whose
-    if permuted is not None and reference.steps and not permuted.steps:
-        return verdict(sentence="Nothing was compared: the second run took no step.", causes=[RESUMED])
-    for record, words in ((run, f"under {who}"), (reference, "in the reference")):
+    again = permuted or reference
+    for record, words in ((run, f"under {who}"), (reference, "in the reference"), (again, "in its second run")):
         if reason := why_nothing(record):
             return verdict(sentence=f"Nothing was compared: {words}, {reason}.")
     found = compare(reference, permuted, run, tolerance)
@@ -180,7 +182,7 @@ def judge(reference: Record, permuted: Record | None, run: Record, tolerance: fl
         words, why = f"in step 1 {skips}", [SKIPPED]
         if not found.skipped_by:
             words = "two runs of one process, with the samples of each batch in another order, part in step 1 already"
-            firsts = [record.steps[0] for record in (run, reference, permuted or reference)]
+            firsts = [record.steps[0] for record in (run, reference, again)]
             loaded = {any(rank.changed for rank in step.ranks) for step in firsts}  # between set-up and the first step
             why = [RESUMED] if len(loaded) > 1 else causes_of_chaos(*firsts[1:])
         return verdict(sentence=f"Nothing was compared: {words}.", causes=why)
@@ -195,6 +197,9 @@ def judge(reference: Record, permuted: Record | None, run: Record, tolerance: fl
         sentence += f" In step {found.num_compared + 1} {skips}: nothing is compared from there on."
     elif found.num_compared < min(ours, theirs):
         sentence += " From then on two runs of one process part themselves: nothing is compared there."
+    steps = [str(number) for number, step in enumerate(run.steps, 1) if not (step.gradients or step.was_skipped)]
+    if steps:
+        sentence += f" No `fabric.backward` ran before step {', '.join(steps)}: only the weights were compared there."
     if not any(rank.num_batches for step in run.steps for rank in step.ranks):
         sentence += " No prepared loader was read: if all ranks read the same data, use `fabric.setup_dataloaders`."
     if run.ended == "program":

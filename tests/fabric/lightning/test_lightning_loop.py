@@ -167,6 +167,20 @@ class Callback:
         self.calls.append(kwargs)
 
 
+class NumbersOnly(core.Check):
+    writes_checkpoints = False
+
+
+def test_a_check_of_numbers_alone_leaves_the_files_of_a_run_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "a.ckpt").write_text("mine")
+    with Fabric(ACCELERATOR, "auto", 1, plugins=[NumbersOnly()]) as fabric:
+        fabric.save(tmp_path / "a.ckpt", {"model": fabric.setup(*parts())[0]})
+        pending = fabric.core.save(tmp_path / "b", {"x": 1}, blocking=False)
+        pending.wait()
+        assert pending.path == str(tmp_path / "b")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.ckpt", "mine")]
+
+
 def test_hooks_are_called_by_setup_and_steps_with_the_keywords_they_accept() -> None:
     callback = Callback()
     with Fabric(ACCELERATOR, devices=1, callbacks=callback) as fabric:

@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,12 +19,14 @@ from typing import Any
 import pytest
 import template
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fabric import CheckpointDirectory, Fabric
 from fabric.checks.verify_record import Record, Recorder, Recording
+from fabric.cli.verify import as_json, show
 from fabric.configure.request import Request
 from fabric.configure.run_options import ProgramId, as_variable
 from fabric.strategies import DDPStrategy, ModelParallelStrategy, Pipeline
@@ -274,6 +277,7 @@ def test_in_each_precision_a_right_program_is_equal_and_a_wrong_factor_is_found(
     assert verdict.is_equal, verdict.sentence
     verdict = verify(a_loss_over_the_world_size, steps=1, precision=precision)
     assert "step 1: the gradient of `0.weight`" in verdict.sentence
+    assert len(verdict.causes) == 1  # half precision divides no gradient
 
 
 def skipping(record: Record, *steps: int) -> Record:
@@ -460,24 +464,70 @@ def a_sum_over_samples(fabric: Fabric) -> None:
 def resumes(fabric: Fabric, folder: Path, num_steps: int) -> None:
     torch.manual_seed(0)
     model, optimizer = fabric.setup(net := mlp(), torch.optim.SGD(net.parameters(), lr=0.1))
-    state = {"model": model, "optimizer": optimizer}
-    checkpoints = CheckpointDirectory(folder)
-    checkpoints.load(fabric, state)
     loader = fabric.setup_dataloaders(DataLoader(samples(), batch_size=4))
+    state = {"model": model, "optimizer": optimizer, "loader": loader}
+    checkpoints = CheckpointDirectory(folder, keep_last=1)
+    checkpoints.load(fabric, state)
     for batch in loader:
         if fabric.num_steps < num_steps:
             fabric.backward(squares(model, batch))
             optimizer.step()
             optimizer.zero_grad()
-            checkpoints.save(fabric, state, step=fabric.num_steps)
+            checkpoints.save(fabric, state, step=fabric.num_steps, blocking=fabric.num_steps % 2 > 0)
+    fabric.save(folder / "last", state)
+
+
+def resumes_by_itself(fabric: Fabric, folder: Path, num_steps: int) -> None:
+    torch.manual_seed(0)
+    model, optimizer = fabric.setup(net := mlp(), torch.optim.SGD(net.parameters(), lr=0.1))
+    if (folder / "own").exists():
+        done, weights = torch.load(folder / "own")
+        net.load_state_dict(weights)
+    else:
+        done = 0
+    fabric.barrier()
+    for batch in fabric.setup_dataloaders(DataLoader(samples(), batch_size=4)):
+        if done < num_steps:
+            fabric.backward(squares(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+            if fabric.is_global_zero:
+                torch.save((done, net.state_dict()), folder / "own")
+
+
+def files(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file, when it was written, and its content."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_that_goes_on_keeps_its_checkpoints_and_is_verified_from_the_last_one(
+    tmp_path: Path, strategy: str
+) -> None:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch(resumes, tmp_path, 3)
+    (tmp_path / "000004-step-4").mkdir()
+    (tmp_path / "000004-step-4" / "t.0.bin").write_bytes(b"a save in progress")
+    before = files(tmp_path)
+    assert "000003-step-3/manifest.json" in before
+    verdict = verify(resumes, tmp_path, 9, strategy=strategy, steps=4)
+    assert verdict.is_equal, verdict.sentence
+    assert len(verdict.run.steps) == 4
+    assert files(tmp_path) == before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [2, 6], ids=["finished", "in_its_middle"])
 def test_a_program_that_resumes_from_the_run_before_it_is_told_so(tmp_path: Path, num_steps: int) -> None:
-    verdict = verify(resumes, tmp_path, num_steps, strategy="ddp", steps=2)
+    verdict = verify(resumes_by_itself, tmp_path, num_steps, strategy="ddp", steps=2)
     assert verdict.sentence.startswith("Nothing was compared")
-    assert verdict.causes[0].startswith("The program resumes from a checkpoint that the run before it has saved.")
+    hint = "does it resume a run that has ended?"
+    why = "The program resumes from a file that the run before it has written by itself."
+    assert verdict.causes[0].startswith(why) if verdict.causes else hint in verdict.sentence
+    assert bool(verdict.causes) == (num_steps == 6)
 
 
 WRONG = {
@@ -624,6 +674,11 @@ def test_the_command_verifies_a_script_and_a_saved_record_serves_as_reference(tm
     found = json.loads(ended.stdout)
     assert found["equal"]
     assert [step["step"] for step in found["steps"]] == [1, 2, 3]
+    started = [line.partition(": ")[2] for line in ended.stderr.splitlines()]
+    ways = ("as asked", "in one process", "in one process, permuted")
+    assert started == [
+        f"the program runs {way}: 3 steps of each optimizer, and no checkpoint is written" for way in ways
+    ]
     assert found["steps"][0]["run"]["loss"] == pytest.approx(found["steps"][0]["reference"]["loss"])
     assert (tmp_path / "record").stat().st_size < 5000
     doubled = command("--steps", "3", "--against", "record", "--strategy", "fsdp", "train.py", "2.0", at=tmp_path)
@@ -663,11 +718,77 @@ def test_a_verdict_says_that_no_prepared_loader_was_read(tmp_path: Path) -> None
     assert words in verdict.sentence
 
 
+def one_model_without_fabric_backward(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    (first, by_first), (second, by_second) = (set_up(fabric, nn.Linear(8, 1), SGD) for _ in range(2))
+    for inputs, _ in fabric.setup_dataloaders(DataLoader(samples(), 8)):
+        fabric.backward(first(inputs).square().mean(), model=first)
+        by_first.step()
+        second(inputs).square().mean().backward()
+        by_second.step()
+        by_first.zero_grad()
+        by_second.zero_grad()
+
+
+def no_fabric_backward(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    model, optimizer = set_up(fabric, mlp())
+    for inputs, _ in fabric.setup_dataloaders(DataLoader(samples(), 8)):
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+
+def two_optimizers_of_one_model(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    net = mlp()
+    model, first, second = fabric.setup(net, SGD(net[0].parameters(), 0.1), SGD(net[3].parameters(), 0.1))  # type: ignore[index, call-overload]
+    for inputs, _ in fabric.setup_dataloaders(DataLoader(samples(), 8)):
+        fabric.backward(model(inputs).square().mean())
+        for optimizer in (first, second):
+            optimizer.step()
+        model.zero_grad()
+
+
+def test_a_step_without_a_backward_of_fabric_is_named_and_has_no_numbers(tmp_path: Path) -> None:
+    known = kept(tmp_path, one_model_without_fabric_backward)
+    verdict = judge(known, known, replace(known, strategy="ddp", num_ranks=2), None)
+    assert verdict.is_equal
+    words = " No `fabric.backward` ran before step 2, 4: only the weights were compared there."
+    assert verdict.sentence.endswith(words)
+    assert [list(step["run"]) for step in as_json(verdict)["steps"]] == 2 * [
+        ["loss", "gradient norm", "learning rate"],
+        ["learning rate"],
+    ]
+    known = kept(tmp_path, no_fabric_backward)
+    verdict = judge(known, known, known, None)
+    assert not verdict.is_equal
+    assert verdict.sentence.endswith("no `fabric.backward` ran before any step.")
+    known = kept(tmp_path, two_optimizers_of_one_model)
+    verdict = judge(known, known, known, None)
+    assert verdict.is_equal
+    assert "ran before step" not in verdict.sentence
+    first, second, *_ = (step["run"] for step in as_json(verdict)["steps"])
+    assert first == second | {"learning rate": 0.1}
+    assert list(first) == ["loss", "gradient norm", "learning rate"]
+
+
+def test_the_sum_of_losses_is_named_so_and_several_causes_are_possible_ones(tmp_path: Path) -> None:
+    known = kept(tmp_path, sums_with_weights_in_windows)
+    verdict = judge(known, known, known, None)
+    assert list(as_json(verdict)["steps"][0]["run"]) == ["sum of losses", "gradient norm", "learning rate"]
+    console = Console(file=io.StringIO(), width=200)
+    show(replace(verdict, causes=["one", "two"]), console)
+    assert console.file.getvalue().endswith("\nPossible causes, the likeliest first:\n- one\n- two\n")  # type: ignore[attr-defined]
+
+
 def test_a_strategy_with_options_is_not_replaced_by_one_without() -> None:
     recording = json.dumps({"path": "record", "num_steps": 2, "in_place_of": None})
     environ = as_variable({"strategy": "fsdp", "record": recording}, ProgramId.current())
     assert Request.build({"strategy": "ddp"}, environ).strategy == "fsdp"
-    with pytest.raises(ValueError, match="Leave one of them out"):
+    words = (
+        r"says `Fabric\(strategy=DDPStrategy\(...\)\)` and .* Leave one of them out, or name .*`register_strategy`, and"
+    )
+    with pytest.raises(ValueError, match=words):
         Request.build({"strategy": DDPStrategy(static_graph=True)}, environ)
 
 
@@ -733,7 +854,7 @@ def test_a_module_is_verified_against_another_strategy(tmp_path: Path) -> None:
     unknown = command("--against", "nonsense", "train.py", "1.0", at=tmp_path)
     words = "fabric verify: `--against nonsense` is neither a file nor a strategy. Write a file of `--save`, or one of "
     assert unknown.returncode == 2
-    assert unknown.stderr.startswith(words)
+    assert words in unknown.stderr
     refused = command("--save", "nowhere/record", "train.py", "1.0", at=tmp_path)
     assert (
         refused.stderr == "fabric verify: `nowhere/record` cannot be written: `nowhere` is no folder. Make it first.\n"
