@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from transformers import LlamaConfig, LlamaForCausalLM
-from worlds import run_world
+from worlds import preload, run_world
 
 from fabric import Fabric
 from fabric.launchers.world import World
@@ -23,6 +23,12 @@ CONFIG = {
 LENGTH = 3
 """Tokens of a prompt."""
 STRATEGIES = ["ddp", "fsdp", "ddp_fully_sharded", "deepspeed_stage_3"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_import_nothing() -> None:
+    """Each rank would import transformers and peft, for 8 s."""
+    preload("transformers.models.llama.modeling_llama", "transformers.generation", "peft")
 
 
 def make() -> Any:

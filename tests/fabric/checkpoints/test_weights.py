@@ -18,11 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD
-from worlds import run_world
+from worlds import preload, run_world
 
 from fabric import Fabric
 from fabric.launchers.world import World
 from fabric.strategies import FSDPStrategy, ManualContext, ManualStrategy, ModelParallelStrategy, Parallelized, Strategy
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_import_nothing() -> None:
+    """Each rank would import bitsandbytes, for a second."""
+    preload("bitsandbytes")
 
 
 def cut(model: Any, mesh: Any) -> None:
