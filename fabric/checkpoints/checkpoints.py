@@ -34,7 +34,7 @@ from fabric.strategies.checkpoint.tensors import gathered, snapshot
 from fabric.strategies.checkpoint.write_and_commit import BackgroundSaves, PendingSave
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.dtensor import local_part
-from fabric.strategies.tensors.parameters import uncompiled
+from fabric.strategies.tensors.parameters import name_some, uncompiled
 
 Path = str | os.PathLike[str]
 
@@ -153,8 +153,9 @@ class Checkpoints:
         with raised_together(self._collective, "read", os.fspath(path)):
             if wrong:
                 hint = _NO_WEIGHTS if any(row.there == "(0,)" for row in wrong) else _OTHER_NAMES
-                is_entry = any(row.there == "missing" and row.entry in state for row in wrong)
-                kind = CheckpointEntryError if is_entry else CheckpointError
+                kind = CheckpointError
+                if any(row.there == "missing" and row.entry in state for row in wrong):
+                    kind, hint = CheckpointEntryError, _ENTRIES.format(name_some([*map(str, content)]))
                 raise kind(f"it does not fit, and nothing was loaded.\n{table(wrong)}\n{hint}")
         if rows:
             self._runtime.report(f"`fabric.{method}(..., strict=False)` left out:\n{table(rows)}")
@@ -186,6 +187,7 @@ _NO_WEIGHTS = (
     "A file with empty tensors was written by hand from `model.state_dict()` of a sharded model. Where it was made, "
     f"{HOW_TO_SAVE}"
 )
+_ENTRIES = "The checkpoint has {}: name these entries. `fabric.load_raw(path, module)` reads a file of one bare state."
 _OTHER_NAMES = (
     "Where a file has the same tensors under other names, rename them before `fabric.setup`: "
     "`module.load_state_dict({name.removeprefix('module.'): tensor for name, tensor in fabric.load(path).items()})`."

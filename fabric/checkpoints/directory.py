@@ -140,15 +140,12 @@ class CheckpointDirectory:
 
     def _next(self, step: int | None, metric: float | None, *, removes: bool) -> str:
         """The name of the next checkpoint. `removes`: the incomplete ones of jobs that died."""
-        number = max((name.number for name in self._names()), default=0) + 1
-        complete = self._complete()
-        for name, folder in self._names().items():
-            if removes and name not in complete:
-                with contextlib.suppress(OSError):
-                    self._storage.inside(folder).discard()
-        return str(
-            Name(number, None if step is None else operator.index(step), None if metric is None else float(metric))
-        )
+        names, at = self._names(), None if step is None else operator.index(step)
+        for name in names.keys() - self._complete().keys() if removes else ():
+            with contextlib.suppress(OSError):
+                self._storage.inside(names[name]).discard()
+        number = max((name.number for name in names), default=0) + 1
+        return str(Name(number, at, None if metric is None else float(metric)))
 
     def _names(self) -> dict[Name, str]:
         """The checkpoints, complete or not, oldest first, with the names of their folders."""

@@ -292,8 +292,7 @@ class Recorder(Check):
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         if self.begins_step:
-            self.loss, self.num_unweighted = 0.0, self.runtime.loop_progress.num_unweighted
-            self.begins_step = False
+            self.loss, self.num_unweighted, self.begins_step = 0.0, self.runtime.loop_progress.num_unweighted, False
         self.now.draws |= bool(self.drawn) and digest(torch_rng().read()) != self.drawn
         self.now.gathers += self._gathers()[self.num_gathers :]
 

@@ -104,9 +104,8 @@ class Request:
                 )
             written["precision"] = precision
         merged = _merge(written, typed)
-        default = {field.name: field.default for field in fields(cls)}
         sources = {
-            name: "argument" for name, value in {**arguments, **written}.items() if value != default.get(name, ())
+            name: "argument" for name, value in {**arguments, **written}.items() if value != _DEFAULTS.get(name, ())
         }
         sources.update({name: "command line" for name, word in typed.items() if word != "auto"})
         checks = [plugin for plugin in plugins if isinstance(plugin, Check)]
@@ -134,6 +133,9 @@ class Request:
         return self.strategy == "single_device" or (self.strategy == "auto" and world.local_size > 1)
 
 
+_DEFAULTS = {field.name: field.default for field in fields(Request)}
+
+
 def _several(value: object) -> tuple[Any, ...]:
     """One object, several, or None, as a tuple."""
     return tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
@@ -147,18 +149,16 @@ def _only(plugins: Sequence[T]) -> T | None:
 
 def _merge(written: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
     """Each argument once. `auto` on the command line counts as not given, as the default does in the script."""
-    default = {field.name: field.default for field in fields(Request)}
     merged = dict(written)
     for name, word in typed.items():
-        mine = written.get(name, default[name])
+        mine = written.get(name, _DEFAULTS[name])
         if word in ("auto", mine):
             continue
-        if mine != default[name]:
-            is_object = isinstance(mine, Strategy)
-            script = f"{type(mine).__name__}(...)" if is_object else repr(_shown(mine))
+        if mine != _DEFAULTS[name]:
+            script = f"{type(mine).__name__}(...)" if isinstance(mine, Strategy) else repr(_shown(mine))
             raise ValueError(
                 f"The script says `Fabric({name}={script})` and the command line `{flag(name)} {_shown(word)}`. "
-                f"Leave one of them out{_NAME_IT * is_object}."
+                f"Leave one of them out{_NAME_IT * isinstance(mine, Strategy)}."
             )
         merged[name] = word
     return merged

@@ -148,8 +148,8 @@ class Supervisor:
         self._last_save = float("-inf")
         """When a rank last began or ended a save."""
         self._abandoned = False
-        self._waited_for = ""
-        """The line of the last table that names the late ranks."""
+        self._last_words = ""
+        """The last text that a rank has sent to be printed: of a hang, the table that names the late ranks."""
         self._num_handled = 0
         """How many of the received signals have been handled."""
 
@@ -185,8 +185,9 @@ class Supervisor:
         """The message for the failures."""
         size, num_nodes = self.topology.size, self.topology.num_nodes
         described = failure.describe(self.failures, size, self.departures, num_nodes=num_nodes)
-        if self._waited_for and failure.first(self.failures, self.departures).lost_peer:
-            described += f"\n\n{self._waited_for}"
+        if failure.first(self.failures, self.departures).lost_peer:
+            late = (line for line in self._last_words.splitlines() if line.startswith(WAITED_FOR))
+            return "\n\n".join([described, *late])
         return described
 
     def abandon(self) -> None:
@@ -276,9 +277,8 @@ class Supervisor:
                 case Failure():
                     self._fail(report)
                 case _:
-                    say(str(report))
-                    lines = str(report).splitlines()
-                    self._waited_for = next((line for line in lines if line.startswith(WAITED_FOR)), "")
+                    self._last_words = str(report)
+                    say(self._last_words)
 
     def _copy(self, stream: Stream) -> None:
         """Copy what a rank has printed; at end of file stop watching the pipe."""

@@ -158,4 +158,4 @@ def _no_manifest(storage: Storage) -> CheckpointError:
             f"The folder has no `{NAME}`, but {found}. Load a folder that `fabric.save` wrote, the newest of a "
             "`CheckpointDirectory(path)`, or the file of one module by `fabric.load_raw(path, module)`."
         )
-    return CheckpointNotFoundError("There is no such folder, or it is empty.")
+    return CheckpointNotFoundError("There is no such folder, or it is empty. Pass the folder that `fabric.save` wrote.")

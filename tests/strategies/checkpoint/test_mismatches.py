@@ -51,6 +51,9 @@ def test_all_mismatches_are_raised_as_one_table_and_nothing_is_changed(fabric: F
         "step `int` missing",
     ):
         assert line.split() in found, f"{line}: {caught.value}"
+    assert "\nThe checkpoint has 'model', 'optimizer', 'deep': name these entries. `fabric.load_raw(" in str(
+        caught.value
+    )
     assert all(map(torch.equal, before, (*other.parameters(), *critic.parameters())))
     assert state["step"] == 7
 
