@@ -47,8 +47,8 @@ def _events(run: Run) -> Iterator[tuple[float, str, str]]:
     """Time, kind and words of what has happened; steps of one kind that may be many are one row, at the first."""
     before = run.restarts
     for number, line in enumerate(run.of("start")):
-        after = f" after step {before[number - 1]}" if 0 < number <= len(before) else ""
-        yield line["time"], "start" if number == 0 else "restart", f"{line['num_ranks']} ranks{after}"
+        size, after = line["num_ranks"], f" after step {before[number - 1]}" if 0 < number <= len(before) else ""
+        yield line["time"], "restart" if number else "start", f"{size} rank{'s' * (size != 1)}{after}"
     for line in run.of("load", "end"):
         yield line["time"], line["kind"], f"step {line['step']}"
     for kind in ("save", "skipped", "sanitizer"):

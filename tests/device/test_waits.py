@@ -323,3 +323,4 @@ def test_the_monitor_waits_for_no_device(strategy: str) -> None:
     assert metrics["loss"] > 0
     assert metrics["backward_seconds"] > 0
     assert metrics["device_memory_peak_bytes"] > 0
+    assert "mfu" not in metrics, "the peak of a pretended device is not known"
