@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabric.loop.setup import SetUp
-from fabric.strategies.accelerators.accelerator_registry import device_rngs
+from fabric.strategies.accelerators.accelerator_registry import device_rngs, make_accelerator
+from fabric.strategies.collectives.answered_alone import answered_alone
 from fabric.strategies.data.rng import preserved_rngs
-from fabric.strategies.gradients.sync import NOT_ALONE
 
 
 def find_batch_size(function: Callable[[int], object], objects: SetUp, start: int, most: int) -> int:
@@ -25,18 +25,18 @@ def find_batch_size(function: Callable[[int], object], objects: SetUp, start: in
     if not 1 <= start <= most:
         raise ValueError(f"`find_batch_size(start={start}, most={most})`: write numbers with 1 <= start <= most.")
     models, world, collective = [*objects.models.values()], objects.runtime.world, objects.runtime.collective
+    if make_accelerator(objects.runtime.device.type).is_recorded:
+        raise ValueError(
+            "`find_batch_size` over XLA, which records a trial and runs it later: try each size in a run of its own."
+        )
     if any(each.grad is not None for each in _parameters(objects)):
         raise ValueError(_PRESENT)
     group = collective.process_group if world.size > 1 else None
-    if group is None and world.size > 1 and any(model.layout.forward_communicates for model in models):
-        raise ValueError(NOT_ALONE.format(why="a forward sends messages past torch.distributed"))
 
     def fits(size: int) -> bool:
         with ExitStack() as stack:
             stack.enter_context(_undone(objects))
             if group is not None:
-                from fabric.strategies.collectives.answered_alone import answered_alone
-
                 stack.enter_context(answered_alone(group))
             stack.enter_context(objects.accumulation.unsynced(models, objects.bare or None, rehearses=True))
             found = _runs(function, size)
@@ -75,7 +75,6 @@ def _undone(objects: SetUp) -> Iterator[None]:
     """Context: there are no gradients when it ends, and buffers, generators and the positions of loaders are as before.
     Steps raise."""
     buffers = [(each, each.detach().clone()) for module in objects.models for each in module.buffers()]
-    weighting, is_weighted = objects.weighting, objects.weighting.is_used
     loaders = [loader for each in objects.loaders if (loader := each()) is not None]
     positions = [(loader.iteration, loader.state_dict()) for loader in loaders]
     runtime, progress = objects.runtime, objects.runtime.loop_progress
@@ -93,8 +92,7 @@ def _undone(objects: SetUp) -> Iterator[None]:
             for buffer, value in buffers:
                 buffer.copy_(value)
     objects.accumulation.kept.clear()
-    weighting.kept_back.clear()
-    weighting.is_used = is_weighted
+    objects.weighting.kept_back.clear()
     progress.num_backwards, progress.num_unweighted = counted
     for loader, (iteration, position) in zip(loaders, positions, strict=True):
         if loader.iteration is not iteration:

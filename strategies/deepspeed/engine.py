@@ -132,10 +132,7 @@ class Engine(GradientSync):
 
     def watch(self) -> Finish | None:
         if self._in_backward:  # the last backward raised, and left gradients of a part of the model
-            self.module.zero_grad()
-            self._reached.clear()
-            self._arrived.clear()
-            self.discard()
+            self._abandon()
         self._take_placeholders()
         if self._arrived and not self._in_backward:
             raise RuntimeError(_PLAIN_BACKWARD.format(name=type(self.module).__name__))
@@ -188,17 +185,20 @@ class Engine(GradientSync):
         try:
             yield
         finally:
-            self.module.zero_grad()
-            self._reached.clear()
-            self._arrived.clear()
-            self.discard()
-            self.zero.exit_backward()
-            self.zero.clear_backward_seen_flag()
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Discard all gradients, also those of a backward that was cut short."""
+        self._reached.clear()
+        self._arrived.clear()
+        self.discard()
+        self._in_backward = False
+        self.zero.exit_backward()
+        if self.stage != 3:
             for bucket in self.zero.ipg_buckets.values():
                 bucket.clear()
             self.zero._release_ipg_buffers()
             self.zero.params_already_reduced[:] = [False] * len(self.zero.params_already_reduced)
-            self._is_stepped = self._in_backward = False
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.trained

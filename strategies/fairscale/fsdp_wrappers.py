@@ -26,12 +26,11 @@ FairScale prefers.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
-from typing import Any, final
+from typing import Any, NoReturn, final
 from weakref import proxy
 
 import torch
@@ -41,7 +40,7 @@ from torch import Tensor, nn
 from fabric.strategies.collectives.rank_zero_broadcast import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.fairscale.fsdp_shards import ModuleHook, conceal, holds_local, plain_of, reveal
 from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, root_logger_untouched
-from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
+from fabric.strategies.gradients.sync import NOT_ALONE, Finish, GradientSync, all_of
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.output_tensors import tensors_requiring_grad
 from fabric.strategies.module.parameter_changes import AddedParameters
@@ -163,20 +162,8 @@ class FairScaleFSDPGradientSync(GradientSync):
         for wrapper in self.wrappers:
             wrapper._require_backward_grad_sync = synced
 
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.root._output_pre_backward_hook_registered.clear()
-            self.root._reducer.buckets.clear()
-            for wrapper in self.wrappers:
-                wrapper.training_state = type(wrapper.training_state).IDLE
-                wrapper._pre_backward_hook_has_run = False
-            for parameter in self.names:
-                vars(parameter).pop("_saved_grad_shard", None)
-            self.reduced.clear()
-            self._drop_stale()
+    def rehearsal(self) -> NoReturn:
+        raise ValueError(NOT_ALONE.format(why="FairScale cannot go on after a backward that was cut short"))
 
     def watch(self) -> Finish | None:
         """Returns a post-backward hook that raises if a parameter has no gradient."""

@@ -47,7 +47,6 @@ FULLY_SHARDED: Names = {
         "_fp32_shard _full_param_padded _orig_size _saved_grad_shard": "a parameter, sharded and gathered",
         "_cast_buffers": "leaves buffers as they are",
         "_reducer _streams": "the end of a backward, on a CPU",
-        "_output_pre_backward_hook_registered _pre_backward_hook_has_run": "reset after a backward that raised",
     }
 }
 SHARDED: Names = {

@@ -1,4 +1,4 @@
-"""Token batches, the largest batch size and offloaded activations over torch_xla: right, or refused in words."""
+"""Token batches, batch sizes, offloaded activations and loggers over torch_xla: right, or refused in words."""
 
 from typing import Any
 
@@ -15,19 +15,14 @@ from fabric.strategies.xla.replicas import XLAStrategy
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def train(fabric: Fabric) -> tuple[int, list[int], list[int]]:
-    """A size that was looked for, the samples of an epoch of packed batches, and which steps changed the weights."""
+def train(fabric: Fabric) -> tuple[list[int], list[int]]:
+    """The samples of an epoch of packed batches, and how many of them each rank has read."""
     texts = [{"input_ids": torch.full((n % 7 + 1,), n), "labels": torch.full((n % 7 + 1,), n % 5)} for n in range(48)]
     samples = [{**text, "number": number} for number, text in enumerate(texts)]
     model = nn.Embedding(48, 5)
     model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
-
-    def run(batch_size: int) -> None:
-        if batch_size > 5 + fabric.global_rank:
-            raise MemoryError
-        fabric.backward(model(torch.zeros(batch_size, dtype=torch.long, device=fabric.device)).sum())
-
-    size = fabric.find_batch_size(run, start=2)
+    with pytest.raises(ValueError, match="over XLA, which records a trial and runs it later: try each size"):
+        fabric.find_batch_size(lambda size: pytest.fail(f"size {size} is tried"))
     read: list[int] = []
     loader = token_batches(samples, 16, pack=True)
     for batch in fabric.setup_dataloaders(loader):
@@ -37,15 +32,25 @@ def train(fabric: Fabric) -> tuple[int, list[int], list[int]]:
         optimizer.zero_grad()
         read += batch["number"].tolist()
     everyone: list[list[int]] = fabric.collective.all_gather_object(read)
-    return size, sorted(number for each in everyone for number in each), [len(each) for each in everyone]
+    return sorted(number for each in everyone for number in each), [len(each) for each in everyone]
 
 
-def test_replicas_read_each_sample_once_in_batches_of_tokens_and_agree_on_a_batch_size() -> None:
+def test_replicas_read_each_sample_once_in_batches_of_tokens_and_look_for_no_batch_size() -> None:
     fabric = Fabric(accelerator="xla", strategy=XLAStrategy(cpu_replicas=True), devices=2)
-    for size, samples, per_rank in launch_replicas(fabric, train):
-        assert size == 5
+    for samples, per_rank in launch_replicas(fabric, train):
         assert samples == list(range(48))
         assert min(per_rank) > 10
+
+
+def log(fabric: Fabric) -> None:
+    fabric.get_logger("program").warning("once")
+    fabric.get_logger("program", all_ranks=True).warning("each")
+
+
+def test_replica_zero_logs_and_others_on_request_with_their_rank(caplog: pytest.LogCaptureFixture) -> None:
+    launch_replicas(Fabric(accelerator="xla", strategy=XLAStrategy(cpu_replicas=True), devices=2), log)
+    seen = [(vars(each)["rank"], each.getMessage()) for each in caplog.records if each.name == "program"]
+    assert sorted(seen) == [(0, "each"), (0, "once"), (1, "each")]
 
 
 def test_activations_are_not_offloaded() -> None:

@@ -88,7 +88,11 @@ def train(world: World, finds: bool) -> Any:
         loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.rand(24, 4)), batch_size=2, shuffle=True))
         if finds:
             fabric.find_batch_size(lambda size: fabric.backward(model(next(iter(loader))[0]).sum()), most=2)
-            fabric.find_batch_size(lambda size: fabric.backward(model(torch.rand(size, 4)).sum()), start=2, most=5)
+        batches = iter(loader)
+        (first,) = next(batches)
+        if finds:
+            fabric.find_batch_size(lambda size: fabric.backward(model(first[:size]).sum()), start=2, most=5)
+        del batches
         for (batch,) in loader:
             fabric.backward(model(batch).sum())
             optimizer.step()
@@ -119,14 +123,19 @@ def refuse(world: World, strategy: Strategy) -> str:
             with fabric.no_backward_sync(model):
                 fabric.backward(model(torch.rand(2, 2)).sum())
         with pytest.raises(ValueError, match="`find_batch_size` cannot try sizes here") as refused:
-            fabric.find_batch_size(lambda size: model(torch.rand(size, 2)))
+            fabric.find_batch_size(never)
         return str(refused.value)
+
+
+def never(batch_size: int) -> None:
+    pytest.fail(f"size {batch_size} is tried")
 
 
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
         (DeepSpeedStrategy(stage=3), "ZeRO stage 3 cannot go on after a forward that was cut short"),
+        (make_strategy("ddp_fully_sharded"), "FairScale cannot go on after a backward that was cut short"),
         (ManualStrategy(parallelize=sharded), "`fully_shard` has not reduced the gradients of this window yet"),
         (
             ModelParallelStrategy(
@@ -135,12 +144,12 @@ def refuse(world: World, strategy: Strategy) -> str:
             "a stage of a pipeline computes on what other ranks send",
         ),
     ],
-    ids=["stage 3", "within a window of shards", "pipeline"],
+    ids=["stage 3", "ddp_fully_sharded", "within a window of shards", "pipeline"],
 )
 def test_where_a_rank_cannot_run_alone_it_is_refused(strategy: Strategy, words: str) -> None:
     for sentence in run_world(2, refuse, strategy):
         assert words in sentence
-        assert "Find the size" in sentence
+        assert sentence.endswith("Find the size on one device (`devices=1`).")
 
 
 def test_errors_that_are_not_of_memory_pass_through_and_a_step_is_one() -> None:
@@ -159,11 +168,11 @@ def test_errors_that_are_not_of_memory_pass_through_and_a_step_is_one() -> None:
         with pytest.raises(ValueError, match="write numbers with 1 <= start <= most"):
             fabric.find_batch_size(step, start=4, most=3)
 
-        def never(size: int) -> None:
+        def run_out(size: int) -> None:
             raise MemoryError
 
         with pytest.raises(torch.OutOfMemoryError, match="batch size 1 does not fit into the memory of 1 ranks"):
-            fabric.find_batch_size(never, start=8)
+            fabric.find_batch_size(run_out, start=8)
         assert all(each.grad is None for each in model.parameters())
 
 

@@ -14,6 +14,7 @@ from worlds import run_world
 from fabric import Fabric
 from fabric.launchers.world import World
 from fabric.strategies import (
+    DeepSpeedStrategy,
     FSDPStrategy,
     ManualContext,
     ManualStrategy,
@@ -90,6 +91,8 @@ def in_two_ways(module: nn.Module, context: ManualContext) -> Parallelized:
     return Parallelized(module=module)
 
 
+BUCKETS = {"zero_optimization": {"reduce_bucket_size": 40}}
+"""Some of the gradients are reduced before a backward is cut short."""
 STRATEGIES: dict[str, tuple[int, Any]] = {
     "ddp": (2, partial(make_strategy, "ddp")),
     "fsdp": (2, partial(make_strategy, "fsdp")),
@@ -97,9 +100,8 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
     "tensor": (4, partial(ModelParallelStrategy, parallelize_fn=cut_and_sharded, shard=2, tensor=2)),
     "manual": (2, partial(ManualStrategy, parallelize=in_two_ways)),
     "ddp_sharded": (2, partial(make_strategy, "ddp_sharded")),
-    "ddp_fully_sharded": (2, partial(make_strategy, "ddp_fully_sharded")),
     "deepspeed_stage_1": (2, partial(make_strategy, "deepspeed_stage_1")),
-    "deepspeed_stage_2": (2, partial(make_strategy, "deepspeed_stage_2")),
+    "deepspeed_stage_2": (2, partial(DeepSpeedStrategy, stage=2, config=BUCKETS)),
 }
 
 
