@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 from operator import add
 from typing import Any, NamedTuple, final
 
@@ -57,10 +57,6 @@ class _Planned:
     layer: str | None
     """The path of the layer with adapters that it belongs to, whose tensors are gathered in one bucket."""
 
-    @property
-    def num_bytes(self) -> int:
-        return whole(self.shape).numel * self.dtype.itemsize
-
 
 class _Piece(NamedTuple):
     """The elements `part` of a chunk, from `start` to `stop` in the bytes of a message. `number`: of the tensor in its
@@ -91,33 +87,31 @@ def weights(runtime: Runtime, module: nn.Module, access: StateAccess, wanted: Wa
     with torch.inference_mode(False), torch.no_grad():
         held = access.read_module(module)
     in_four_bits = _in_four_bits(module, wanted)
-    if wanted.dequantize:
+    if wanted.dequantize or wanted.merge_adapters:
         held = _unquantised(module, held, tuple(f"{name}." for name in in_four_bits))
     own = {
         name: value if isinstance(value, TensorShards) else replicated(value, (0,) if collective.rank == 0 else ())
         for name, value in held.items()
         if isinstance(value, (Tensor, TensorShards))
     }
-    adapters = _Adapters(module) if wanted.merge_adapters else None
+    adapters = _Adapters(module, merges=wanted.merge_adapters)
     parts = collective.all_gather_object(_described(module, own, collective.rank))
-    layers: Mapping[str, nn.Module] = {} if adapters is None else adapters.layers
-    buckets = list(_filled(_planned(parts, layers, in_four_bits, dtype), wanted.bucket_bytes))
-    gather = partial(_gather, collective, runtime.device, own)
+    buckets = list(_filled(_planned(parts, adapters.layers, in_four_bits, dtype), wanted.bucket_bytes))
     any_rank = partial(collective.reduce_boolean_decision, require_all=False)
 
-    def named(bucket: Sequence[_Planned]) -> list[tuple[str, Tensor]]:
-        found = list(zip(bucket, gather(bucket), strict=True))
-        return [(each.name, tensor) for each, tensor in found] if adapters is None else adapters.merged(found, dtype)
+    def read(bucket: Sequence[_Planned]) -> list[tuple[str, Tensor]]:
+        with torch.inference_mode(False), torch.no_grad():
+            gathered = _gather(collective, runtime.device, own, bucket)
+            return adapters.merged([*zip(bucket, gathered, strict=True)])[::-1]
 
-    def read(bucket: Sequence[_Planned]) -> Iterator[tuple[str, Tensor]]:
-        pairs = named(bucket)[::-1]
-        while pairs:  # without a reference to a tensor that the loop has dropped
-            name, tensor = pairs.pop()
-            if wanted.dequantize and name in in_four_bits:
-                functional: Any = import_module("bitsandbytes.functional")
-                with torch.inference_mode(False), torch.no_grad():
-                    tensor = functional.dequantize_4bit(tensor, in_four_bits[name]).to(dtype)
-            yield wanted.prefix + name, tensor
+    def converted(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        quantised = in_four_bits.get(name)
+        if wanted.dequantize or quantised is None:
+            with torch.inference_mode(False):
+                if quantised is not None:
+                    tensor = import_module("bitsandbytes.functional").dequantize_4bit(tensor, quantised)
+                tensor = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        return wanted.prefix + name, tensor
 
     def read_all() -> Iterator[tuple[str, Tensor]]:
         remaining = iter(buckets)
@@ -125,12 +119,14 @@ def weights(runtime: Runtime, module: nn.Module, access: StateAccess, wanted: Wa
             yield "", torch.empty(0)
             for bucket in remaining:
                 any_rank(True)
-                yield from read(bucket)
+                pairs = read(bucket)
+                while pairs:
+                    yield converted(*pairs.pop())  # without a reference to a tensor that the loop has dropped
         except GeneratorExit:  # the loop of this rank has ended: it gathers until no rank reads
             for bucket in remaining:
                 if not any_rank(False):
                     break
-                gather(bucket)
+                read(bucket)
             raise
 
     reading = read_all()
@@ -170,7 +166,8 @@ def _planned(
         for rank, each in found.items():
             holders.update({chunk: (*holders.get(chunk, ()), rank) for chunk in each.chunks})
         first = next((each for each in found.values() if each.chunks), next(iter(found.values())))
-        layer = _layer_of(name, layers)
+        prefixes = accumulate(name.split("."), "{}.{}".format)
+        layer = next((path for path in prefixes if path in layers), None)
         is_kept = layer is not None or name in in_four_bits or not first.dtype.is_floating_point
         kept = first.dtype if is_kept or dtype is None else dtype
         yield _Planned(name=name, shape=first.shape, dtype=kept, holders=holders, layer=layer)
@@ -181,12 +178,13 @@ def _filled(tensors: Iterator[_Planned], bucket_bytes: int) -> Iterator[list[_Pl
     bucket: list[_Planned] = []
     filled = 0
     for each in tensors:
+        num_bytes = whole(each.shape).numel * each.dtype.itemsize
         continues = bucket and each.layer is not None and bucket[-1].layer == each.layer
-        if bucket and not continues and filled + each.num_bytes > bucket_bytes:
+        if bucket and not continues and filled + num_bytes > bucket_bytes:
             yield bucket
             bucket, filled = [], 0
         bucket.append(each)
-        filled += each.num_bytes
+        filled += num_bytes
     if bucket:
         yield bucket
 
@@ -203,17 +201,7 @@ def _gather(
     collective: Collective, device: torch.device, own: Mapping[str, TensorShards], bucket: Sequence[_Planned]
 ) -> list[Tensor]:
     """The whole tensors of a bucket, in new memory. Ranks: all, with the same bucket."""
-    sent: dict[int, list[tuple[int, Chunk]]] = {}
-    lengths: dict[int, int] = {}
-    for index, each in enumerate(bucket):
-        for chunk, holders in each.holders.items():
-            if len(holders) < collective.size:
-                sent.setdefault(holders[0], []).append((index, chunk))
-                lengths[holders[0]] = lengths.get(holders[0], 0) + chunk.numel * each.dtype.itemsize
-    num_bytes = sum(lengths.values())
-    is_even = 4 * max(lengths.values(), default=0) * collective.size <= 5 * num_bytes
-    most = max(num_bytes // _MESSAGES // (collective.size if is_even else 1), _LEAST_BYTES)
-    messages = {rank: list(_messages(bucket, chunks, most)) for rank, chunks in sent.items()}
+    made = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in bucket]
 
     @lru_cache(maxsize=1)
     def held(index: int, chunk: Chunk) -> Tensor:
@@ -240,14 +228,19 @@ def _gather(
                 everything = whole(bucket[piece.number].shape)
                 made[piece.number][piece.part.slices_in(everything)].copy_(elements(row, piece))
 
-    with torch.inference_mode(False), torch.no_grad():
-        made = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in bucket]
-        for number in range(max(map(len, messages.values()), default=0)):
-            exchange({rank: mine[number] for rank, mine in messages.items() if number < len(mine)})
-        for index, each in enumerate(bucket):
-            for chunk, holders in each.holders.items():
-                if len(holders) == collective.size:
-                    made[index][chunk.slices_in(whole(each.shape))].copy_(held(index, chunk))
+    sent: dict[int, list[tuple[int, Chunk]]] = {}
+    for index, each in enumerate(bucket):
+        for chunk, holders in each.holders.items():
+            if len(holders) < collective.size:
+                sent.setdefault(holders[0], []).append((index, chunk))
+            else:
+                made[index][chunk.slices_in(whole(each.shape))].copy_(held(index, chunk))
+    lengths = [sum(chunk.numel * bucket[index].dtype.itemsize for index, chunk in chunks) for chunks in sent.values()]
+    is_even = 4 * max(lengths, default=0) * collective.size <= 5 * sum(lengths)
+    most = max(sum(lengths) // _MESSAGES // (collective.size if is_even else 1), _LEAST_BYTES)
+    messages = {rank: list(_messages(bucket, chunks, most)) for rank, chunks in sent.items()}
+    for number in range(max(map(len, messages.values()), default=0)):
+        exchange({rank: mine[number] for rank, mine in messages.items() if number < len(mine)})
     return made
 
 
@@ -277,18 +270,13 @@ def _unquantised(module: nn.Module, held: Mapping[str, Any], left_out: tuple[str
     """The state with each wrapped tensor in place of its plain ones; it is dequantised when it is sent.
 
     `left_out`: beginnings of names."""
-    state: dict[str, Any] = {}
     wrapped = {
         key: (name, each.detach())
         for name, each in module.named_parameters(remove_duplicate=False)
         if is_wrapped(each)
         for key in plain_tensors(each.detach(), name)
     }
-    for key, value in held.items():
-        name, tensor = wrapped.get(key, (key, value))
-        if not key.startswith(left_out):
-            state[name] = tensor
-    return state
+    return dict(wrapped.get(key, (key, value)) for key, value in held.items() if not key.startswith(left_out))
 
 
 def _in_four_bits(module: nn.Module, wanted: Wanted) -> dict[str, Any]:
@@ -317,11 +305,6 @@ _NOT_MERGED = (
 )
 
 
-def _layer_of(name: str, layers: Mapping[str, nn.Module]) -> str | None:
-    pieces = name.split(".")
-    return next((path for end in range(len(pieces)) if (path := ".".join(pieces[:end])) in layers), None)
-
-
 @final
 class _Adapters:
     """The layers of a model of peft that have adapters, and the weights into which these are merged.
@@ -330,14 +313,14 @@ class _Adapters:
     model. Names and values are those of `model.merge_and_unload().state_dict()`.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        named = dict(module.named_modules(remove_duplicate=False))
+    def __init__(self, module: nn.Module, *, merges: bool) -> None:
+        named = dict(module.named_modules(remove_duplicate=False)) if merges else {}
         self.layers = {
             path: part
             for path, part in named.items()
             if callable(getattr(part, "merge", None)) and isinstance(getattr(part, "base_layer", None), nn.Module)
         }
-        if not self.layers:
+        if merges and not self.layers:
             raise ValueError(
                 f"`fabric.weights(model, merge_adapters=True)`: `{type(module).__name__}` has no layer with adapters, "
                 "a module with a `base_layer` and a method `merge`, as those of peft. Leave `merge_adapters` out."
@@ -349,7 +332,7 @@ class _Adapters:
             if isinstance(getattr(part, "modules_to_save", None), nn.ModuleDict) and "original_module" in part._modules
         }
 
-    def merged(self, found: Sequence[tuple[_Planned, Tensor]], dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
+    def merged(self, found: Sequence[tuple[_Planned, Tensor]]) -> list[tuple[str, Tensor]]:
         """The tensors of a bucket under the names of the model without adapters."""
         pairs: dict[str, Tensor] = {}
         for layer, members in groupby(found, lambda each: each[0].layer):
@@ -358,18 +341,11 @@ class _Adapters:
                 pairs.update({name: tensor for name, tensor in named if name is not None})
             else:
                 tensors = {each.name.removeprefix(f"{layer}."): tensor for each, tensor in members}
-                pairs.update({f"{layer}.{name}": each for name, each in self._merged_layer(layer, tensors, dtype)})
+                copied: Any = _copy_of(self.layers[layer], tensors)
+                copied.merge(adapter_names=list(copied.active_adapters))
+                for name, tensor in copied.base_layer.state_dict().items():
+                    pairs[f"{layer}.{name}"] = tensor.dequantize() if is_wrapped(tensor) else tensor
         return [(name.removeprefix(self._root), tensor) for name, tensor in pairs.items()]
-
-    def _merged_layer(
-        self, path: str, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
-    ) -> Iterator[tuple[str, Tensor]]:
-        copy: Any = _copy_of(self.layers[path], tensors)
-        with torch.inference_mode(False), torch.no_grad():
-            copy.merge(adapter_names=list(copy.active_adapters))
-        for name, tensor in copy.base_layer.state_dict().items():
-            plain = tensor.dequantize() if is_wrapped(tensor) else tensor
-            yield name, plain.to(dtype) if plain.is_floating_point() and dtype else plain
 
     def _name(self, name: str) -> str | None:
         """The name without the wrapper of `modules_to_save`; None for the module that it replaces."""

@@ -12,7 +12,7 @@ import pipelining
 import pytest
 import torch
 from devices import ACCELERATOR, only_on_cpu
-from quantised import make_net, values_of
+from quantised import make_net, quantise, values_of
 from sharding import Net
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -249,10 +249,17 @@ def read_quantised(world: World, strategy: str) -> None:
         plain = dict(fabric.weights(model, dequantize=True))
         assert "0.base.weight.codes" not in plain
         assert torch.equal(plain["0.base.weight"].cpu(), expected.cpu())
+        adapted = Lora(8)
+        weight = quantise(adapted.base_layer.weight.detach(), twice=False)
+        adapted.base_layer.weight = nn.Parameter(weight, requires_grad=False)
+        expected = values_of(weight) + adapted.lora_B["first"].weight @ adapted.lora_A["first"].weight
+        merged = dict(fabric.weights(fabric.setup_module(nn.Sequential(adapted)), merge_adapters=True))
+        assert list(merged) == ["0.weight", "0.bias"]
+        assert torch.equal(merged["0.weight"].cpu(), expected)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_quantised_weights_are_dequantised_on_request(strategy: str) -> None:
+def test_quantised_weights_are_dequantised_on_request_and_to_merge_adapters(strategy: str) -> None:
     run_world(2, read_quantised, strategy)
 
 
