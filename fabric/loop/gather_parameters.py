@@ -1,7 +1,7 @@
 """Whole parameters of a model, read or written outside of its forward, under every strategy: `Fabric.gathered`."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast, final
 
 import torch
@@ -99,16 +99,12 @@ class _Place:
                 state[prefix + name] = each
 
 
+@contextmanager
 def gathered_for_forward(
     module: nn.Module, prepared: Prepared | None, runtime: Runtime, *, write: bool
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
     """See `Fabric.gathered`: the module runs the user's own code and hooks, and the precision's, without messages."""
     refuse_writing(write)
-    return _gathered_for_forward(module, prepared, runtime)
-
-
-@contextmanager
-def _gathered_for_forward(module: nn.Module, prepared: Prepared | None, runtime: Runtime) -> Iterator[None]:
     access = PLAIN if prepared is None else prepared.state
     if len(access.shapes(module)) > len(PLAIN.shapes(module)):
         raise ValueError(_IN_STAGES.format(model=type(module).__name__))

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, final, get_args
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
 from fabric.strategies.data.rng import seed_process
 
@@ -70,7 +70,9 @@ def token_batches(
         raise TypeError(f"`token_batches({given.pop()}=...)`: `max_tokens` decides what is in a batch. Leave it out.")
     if pack and collate_fn is not None:
         raise TypeError("`token_batches(pack=True, collate_fn=...)`: each makes the batch. Pass one of them.")
-    collate = packed if pack else collate_fn or list
+    collate: Callable[[list[Any]], Any] = packed if pack else collate_fn or list
+    if too_long == "cut":
+        collate = partial(_cut, collate, max_tokens)
     measure = length if callable(length) else _num_tokens
     allowed = partial(_allowed, max_tokens=max_tokens, too_long=too_long)
     if isinstance(dataset, IterableDataset):
@@ -83,8 +85,7 @@ def token_batches(
         raise ValueError(f"`length` has {len(lengths)} entries, and the dataset {len(dataset)} samples: pass one each.")
     order = DataLoader(dataset, shuffle=shuffle, sampler=sampler, generator=generator).sampler
     batches = TokenBatchSampler(order, [allowed(each, index) for index, each in enumerate(lengths)], max_tokens)
-    samples = _CutSamples(dataset, max_tokens) if too_long == "cut" else dataset
-    return DataLoader(samples, batch_sampler=batches, collate_fn=collate, **options)
+    return DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **options)
 
 
 def _allowed(length: int, index: int, max_tokens: int, too_long: TooLong) -> int:
@@ -150,9 +151,7 @@ class TokenStream(IterableDataset[list[Any]]):
 
     def _measured(self) -> Iterator[tuple[Any, int]]:
         for index, sample in enumerate(self.dataset):
-            num_tokens = self.measure(sample)
-            allowed = self.allowed(num_tokens, index)
-            yield sample if allowed == num_tokens else _first_tokens(sample, allowed), allowed
+            yield sample, self.allowed(self.measure(sample), index)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the dataset, if it has one."""
@@ -187,22 +186,12 @@ def _filled(samples: Iterator[tuple[T, int]], max_tokens: int) -> Iterator[list[
             last.append([sample for sample, _ in batch])
 
 
-@final
-class _CutSamples(Dataset[Any]):
-    """The first `max_tokens` tokens of each sample of a map-style dataset."""
-
-    def __init__(self, dataset: Any, max_tokens: int) -> None:
-        self.dataset, self.max_tokens = dataset, max_tokens
-
-    def __getitem__(self, index: int) -> Any:
-        return _first_tokens(self.dataset[index], self.max_tokens)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-
 def _num_tokens(sample: Any) -> int:
     return len(sample["input_ids"] if isinstance(sample, Mapping) else sample)
+
+
+def _cut(collate: Callable[[list[Any]], Any], max_tokens: int, samples: Sequence[Any]) -> Any:
+    return collate([_first_tokens(each, max_tokens) for each in samples])
 
 
 def _first_tokens(sample: Any, max_tokens: int) -> Any:

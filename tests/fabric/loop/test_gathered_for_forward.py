@@ -104,8 +104,9 @@ def refuse(world: World) -> tuple[str, str]:
     with Fabric(accelerator=ACCELERATOR, strategy="fsdp", devices=world.size) as fabric:
         fabric.launch()
         model = fabric.setup_module(nn.Linear(2, 2))
-        with pytest.raises(ValueError, match="for_forward") as both:
-            fabric.gathered(model, write=True, for_forward=True)
+        for_both = fabric.gathered(model, write=True, for_forward=True)
+        with pytest.raises(ValueError, match="for_forward") as both, for_both:
+            pass
         with pytest.raises(RuntimeError) as written, fabric.gathered(model, for_forward=True):
             model.weight.zero_()
         return str(both.value), str(written.value)

@@ -27,7 +27,7 @@ from fabric.strategies import (
 )
 from fabric.strategies.accelerators.xla import XLAAccelerator
 from fabric.strategies.module.activation_checkpointing import recompute
-from fabric.strategies.module.activation_offload import rebind_copies
+from fabric.strategies.module.activation_offload import offload, rebind_copies
 from fabric.strategies.strategy_registry import make_strategy
 
 WIDTH = 8
@@ -218,16 +218,18 @@ def test_a_copy_of_a_prepared_model_is_plain_and_computes_with_its_own_parameter
     assert "forward" not in vars(net.blocks[0])
 
 
-def test_a_replica_of_data_parallel_computes_with_its_own_parameters() -> None:
+@pytest.mark.parametrize("kinds", [(recompute,), (offload,), (recompute, offload)])
+def test_a_replica_of_data_parallel_computes_with_its_own_parameters(kinds: Any) -> None:
     block = Block(True)
-    undo = recompute(block, Block)
+    undo = [kind(block, Block) for kind in kinds]
     replica = block._replicate_for_data_parallel()  # what DataParallel makes for each further device
     replica._modules["down"] = nn.Linear(WIDTH * 4, WIDTH)
     nn.init.zeros_(replica.down.weight)
     nn.init.zeros_(replica.down.bias)
     rebind_copies(replica)
     torch.testing.assert_close(replica(torch.ones(3, WIDTH), gain=1.0), torch.ones(3, WIDTH))
-    undo()
+    for each in reversed(undo):
+        each()
     assert "forward" not in vars(block)
 
 
