@@ -50,6 +50,8 @@ class LossBackward:
         kwargs: dict[str, Any],
     ) -> None:
         """See `Fabric.backward`."""
+        if not isinstance(loss, Tensor):
+            raise TypeError(_NO_TENSOR.format(type(loss).__name__))
         runtime, accumulation, moments = self._runtime, self._accumulation, self._moments
         progress, is_synchronised = runtime.loop_progress, not accumulation.held
         named, backward = ([], self._of_all) if model is None else self._of_named(model)
@@ -144,6 +146,7 @@ _WHICH_MODEL = (
     "Several models are set up, and each has an engine of its own to run backward. "
     "Name the model of the loss: `fabric.backward(loss, model=model)`."
 )
+_NO_TENSOR = "`fabric.backward(loss)` was given a `{}`. Pass the tensor that the loss function gave, without `.item()`."
 NO_MODEL = "before `fabric.setup(model)`, or after `fabric.close()`. Set the model up first, and close the fabric last."
 _WEIGHT_OF_WHICH_MODEL = (
     "`fabric.backward(loss, weight=...)` with several models set up: a weight divides the gradients of the models that "

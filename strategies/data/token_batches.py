@@ -24,10 +24,7 @@ TooLong: TypeAlias = Literal["error", "alone", "cut"]
 _WINDOW_BATCHES = 16
 """Tokens of so many batches wait. Of 20,000 samples with lengths of a lognormal distribution (mean 200, sigma 1),
 batches of 4,096 tokens had 99.9 % of these, each but the last ones 99.5 % or more; with one batch waiting 93.7 %."""
-_NO_LENGTH = (
-    "`len` of `token_batches`: the number of batches depends on the order of the samples in each epoch. "
-    "End the loop by a number of steps, `while fabric.num_steps < num_steps`."
-)
+_NO_LENGTH = "`len` of `token_batches` depends on the order of samples. End the loop by steps: `fabric.num_steps < n`."
 
 
 def token_batches(

@@ -266,6 +266,12 @@ def test_backward_before_setup_says_so(fabric: Fabric) -> None:
         fabric.backward(torch.ones((), requires_grad=True))
 
 
+def test_a_loss_that_is_a_number_is_an_error(fabric: Fabric) -> None:
+    fabric.setup(nn.Linear(2, 1))
+    with pytest.raises(TypeError, match=r"`fabric.backward\(loss\)` was given a `float`. Pass the tensor that"):
+        fabric.backward(1.0)  # type: ignore[arg-type]
+
+
 def test_clipping_takes_exactly_one_of_value_and_norm(fabric: Fabric) -> None:
     model, optimizer = fabric.setup(*parts())
     with pytest.raises(ValueError, match="exactly one of the two"):
