@@ -4,7 +4,6 @@ Each line of the file is one JSON object, written at once: a run that is killed 
 """
 
 import json
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -44,13 +43,12 @@ class Results:
         self._slow = SlowRanks()
         self._rank_share = runtime.share.count / runtime.world.size  # of ranks that read the same data one counts
         error = self._open(folder) if folder is not None and self._is_zero else None
-        of_ranks = runtime.collective.all_gather_object((socket.gethostname(), error))
-        if of_ranks[0][1] is not None:
-            raise OSError(of_ranks[0][1])
-        world, device = runtime.world, {"device": runtime.device.type, "device_name": device_name(runtime.device)}
-        of_run = {"strategy": strategy, "precision": runtime.precision.name, **device, "torch": torch.__version__}
-        hosts = [host for host, _ in of_ranks]
-        self.write("start", format=1, num_ranks=world.size, num_nodes=world.num_nodes, hosts=hosts, **of_run)
+        error = runtime.collective.broadcast_object(error)
+        if error is not None:
+            raise OSError(error)
+        world = {"num_ranks": runtime.world.size, "num_nodes": runtime.world.num_nodes, "torch": torch.__version__}
+        device = device_name(runtime.device)
+        self.write("start", strategy=strategy, precision=runtime.precision.name, device_name=device, **world)
 
     def _open(self, folder: Path) -> str | None:
         """Why there can be no file in the folder."""

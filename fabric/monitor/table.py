@@ -66,12 +66,10 @@ def _drawn(
 
 def _heads(step: int, metrics: Mapping[str, float]) -> list[str]:
     """`step 1,240`, `12.3 steps/s`, ..."""
-    heads = [f"step {step:,}", f"{in_words(metrics['steps_per_second'])} steps/s"]
-    for name in ("samples", "tokens"):
+    heads = [f"step {step:,}"]
+    for name, unit in (("steps", " steps"), ("samples", " samples"), ("tokens", " tokens"), ("flops", "FLOP")):
         if f"{name}_per_second" in metrics:
-            heads.append(f"{in_words(metrics[f'{name}_per_second'])} {name}/s")
-    if "flops_per_second" in metrics:
-        heads.append(f"{in_words(metrics['flops_per_second'])}FLOP/s")
+            heads.append(f"{in_words(metrics[f'{name}_per_second'])}{unit}/s")
     heads += [f"MFU {metrics['mfu']:.1%}"] if "mfu" in metrics else []
     for name, word in (("loss", "loss"), ("gradient_norm", "norm"), ("learning_rate", "lr")):
         heads += [f"{word} {metrics[name]:.4g}"] if name in metrics else []

@@ -45,13 +45,11 @@ def window(step: int, *, num_ranks: int = 2, slow: Any = None, **metrics: float)
 
 
 def start(time: float = START, **fields: Any) -> dict[str, Any]:
-    line = {"kind": "start", "format": 1, "time": time, "num_ranks": 2, "num_nodes": 1, "strategy": "DDPStrategy"}
+    line = {"kind": "start", "time": time, "num_ranks": 2, "num_nodes": 1, "strategy": "DDPStrategy"}
     return {
         **line,
         "precision": "32-true",
-        "device": "cpu",
         "device_name": "CPU",
-        "hosts": ["a"] * 2,
         "torch": "2.13.0",
         **fields,
     }

@@ -10,7 +10,7 @@ import pytest
 from fabric.cli import main
 from fabric.report.run import read
 
-START = '{"kind": "start", "format": 1, "time": 1.0, "num_ranks": 1}\n'
+START = '{"kind": "start", "time": 1.0, "num_ranks": 1}\n'
 WINDOW = '{"kind": "window", "time": 2.0, "step": 20, "num_steps": 20, "metrics": {}, "ranks": [], "slow": null}\n'
 
 
