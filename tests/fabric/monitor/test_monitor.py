@@ -142,6 +142,7 @@ def test_the_file_has_a_line_for_each_event_and_loggers_get_the_same_numbers(tmp
     lines = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
     kinds = [line["kind"] for line in lines]
     assert kinds == ["start", "peak", "save", "window", "save", "save", "window", "end"]
+    assert lines[1]["peak_source"] == "measured by a matrix product"
     assert [line["step"] for line in lines if line["kind"] == "window"] == [7, 12]
     assert lines[-2]["metrics"] == metrics
     assert lines[-2]["ranks"][0]["loss"] == metrics["loss"]
