@@ -1,7 +1,7 @@
 """Run one of litgpt's own scripts on a tiny model, over Lightning Fabric or over `fabric.lightning`.
 
     LITGPT_RUN=CHECKPOINT python litgpt_run.py
-    LITGPT_RUN="CHECKPOINT LIBRARY SCRIPT STRATEGY DEVICES FOLDER" python litgpt_run.py tiny
+    LITGPT_RUN="CHECKPOINT LIBRARY SCRIPTS STRATEGY DEVICES FOLDER" python litgpt_run.py tiny
 
 The first makes random weights, a tokenizer and data in the folder CHECKPOINT; the second trains from there.
 
@@ -10,9 +10,10 @@ in each rank.
 
 `LIBRARY`: lightning or fabric. Over fabric, `import lightning as L; L.Fabric` and every `lightning.fabric.X` for which
 there is a `fabric.lightning.X` are ours before litgpt is imported; what else litgpt takes from Lightning (its data
-module, two private loaders of weights) stays. `SCRIPT`: pretrain, or one of finetune. `STRATEGY`: `script`, the one
-that the script chooses by itself (fsdp, or a mesh), or a word that takes its place. The losses are in
-`FOLDER/out/logs/csv/version_0/metrics.csv`, where the script's own logger writes them.
+module, two private loaders of weights) stays. `SCRIPTS`: pretrain, or one of finetune; several with a comma between run
+in forks, which share what is imported. `STRATEGY`: `script`, the one that the script chooses by itself (fsdp, or a
+mesh), or a word that takes its place. The losses are in `FOLDER/SCRIPT/logs/csv/version_0/metrics.csv`, where the
+script's own logger writes them.
 """
 
 from __future__ import annotations
@@ -195,11 +196,25 @@ def main() -> None:
     if not words:
         make_checkpoint(Path(checkpoint))
         return
-    library, script, strategy, devices, folder = words
+    library, scripts, strategy, devices, folder = words
     if library == "fabric":
         put_ours_in_its_place()
     choose_strategy(strategy)
-    run(Path(checkpoint), script, int(devices), Path(folder) / "out")
+    names = scripts.split(",")
+    for script in names:
+        if len(names) == 1 or in_a_fork():
+            run(Path(checkpoint), script, int(devices), Path(folder) / script)
+            break
+
+
+def in_a_fork() -> bool:
+    """True in a fork, which ends by itself; False in this process, once the fork has ended without an error."""
+
+    if not (child := os.fork()):
+        return True
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        sys.exit(code)
+    return False
 
 
 if __name__ == "__main__":
