@@ -157,3 +157,31 @@ def test_a_rank_that_runs_out_of_memory_anywhere_leaves_all_as_before(name: str)
         assert found == [min(LIMITS[:size])] * (6 if name == "manual" else 9)
         for parameter, value in expected.items():
             assert torch.equal(weights[parameter], value), parameter
+
+
+def step_after(world: World, strategy: Strategy, is_cut_short: bool) -> Any:
+    """The parameters after a step; `is_cut_short`: whether a backward before it ran out of memory."""
+    with Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=world.size) as fabric:
+        fabric.launch()
+        torch.manual_seed(1)
+        net = Net()
+        model, optimizer = fabric.setup(net, AdamW(net.parameters(), lr=0.1))
+        x = torch.rand(4, 4, device=fabric.device)
+        net.blocks[1].in_backward = True
+        if is_cut_short:
+            net.blocks[1].limit = 0
+            with pytest.raises(torch.OutOfMemoryError):
+                fabric.backward(model(x).mean())
+            net.blocks[1].limit = 2**20
+            optimizer.zero_grad()
+        torch.manual_seed(2)
+        fabric.backward(model(x).mean())
+        optimizer.step()
+        state = fabric.state_dict(model, all_ranks=True)
+        return {name: state[name].tolist() for name, _ in Net().named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_after_a_backward_that_ran_out_of_memory_is_that_of_one_without(stage: int) -> None:
+    strategy = DeepSpeedStrategy(stage=stage, config=BUCKETS)
+    assert run_world(2, step_after, strategy, True) == run_world(2, step_after, strategy, False)
