@@ -81,8 +81,8 @@ class Verification:
                 try:
                     known = record(f"under {against}", {**self.options, "strategy": against})
                 except ProgramError as error:
-                    neither = f"`--against {against}` is neither a file nor a strategy. Write a file of `--save`,"
-                    said = str(error).replace(f"`strategy={against!r}` is not known. Write 'auto'", neither)
+                    neither = f"`--against {against}` is neither a file of `--save` nor a strategy."
+                    said = str(error).replace(f"`strategy={against!r}` is not known.", neither)
                     raise ProgramError(said) from error
             try:
                 run = record("as asked", {"sanitize": "always", **self.options})
