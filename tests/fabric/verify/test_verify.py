@@ -851,10 +851,8 @@ def test_a_module_is_verified_against_another_strategy(tmp_path: Path) -> None:
     said = command("--steps", "2", "--strategy", "fsdp", "--against", "ddp", "-m", "train", "1.0", at=tmp_path)
     assert said.returncode == 0, said.stderr
     assert "The numbers of ddp on 2 ranks: fsdp on 2 ranks is equal in 2 steps" in " ".join(said.stdout.split())
-    unknown = command("--against", "nonsense", "train.py", "1.0", at=tmp_path)
-    words = (
-        "\nfabric verify: `--against nonsense` is neither a file nor a strategy. Write a file of `--save`, or one of "
-    )
+    unknown = command("--against", "dpp", "train.py", "1.0", at=tmp_path)
+    words = "\nfabric verify: `--against dpp` is neither a file of `--save` nor a strategy. Did you mean 'dp'? Write "
     assert unknown.returncode == 2
     assert words in unknown.stderr
     refused = command("--save", "nowhere/record", "train.py", "1.0", at=tmp_path)
