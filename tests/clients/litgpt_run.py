@@ -201,6 +201,8 @@ def main() -> None:
         put_ours_in_its_place()
     choose_strategy(strategy)
     names = scripts.split(",")
+    for module in ("pretrain", "finetune.adapter_v2") if len(names) > 1 else ():
+        importlib.import_module(f"litgpt.{module}")
     for script in names:
         if len(names) == 1 or in_a_fork():
             run(Path(checkpoint), script, int(devices), Path(folder) / script)
@@ -209,7 +211,6 @@ def main() -> None:
 
 def in_a_fork() -> bool:
     """True in a fork, which ends by itself; False in this process, once the fork has ended without an error."""
-
     if not (child := os.fork()):
         return True
     if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
