@@ -51,8 +51,9 @@ class Checkpoints:
         self._loaders = LoaderStates(self._collective, self._report_once)
         self._states = ObjectStates(self._access, self._loaders)
         self._background = BackgroundSaves(runtime.collective, saving_rank)
-        self.writes = all(check.writes_checkpoints for check in moments.checks)
-        """False under `fabric verify`: `save` reads the state, and leaves the files as they are."""
+        self.folder = next((check.checkpoint_folder for check in moments.checks if check.checkpoint_folder), None)
+        """Under `fabric verify`: of all saves. `CheckpointDirectory` then removes nothing."""
+        self._moved: dict[str, str] = {}
 
     def save(
         self,
@@ -64,15 +65,22 @@ class Checkpoints:
         blocking: bool,
     ) -> PendingSave:
         """See `Fabric.save`; `keep`: its `filter`."""
-        storage, pending = storage_of(path), None
+        storage, pending = storage_of(self.place(path, saves=True)), None
         with self.announced(path, blocking=blocking), saving_rank():
             self.wait()
             content = self.content(state, keep)
-            if blocking and self.writes:
+            if blocking:
                 write_and_commit.save(self._collective, storage, content, after_commit, self._background.off_device)
-            elif self.writes:
+            else:
                 pending = self._background.start(storage, content, after_commit)
         return pending or PendingSave(storage.path)
+
+    def place(self, path: Path, *, saves: bool = False) -> Path:
+        """The path; of what is saved in `folder`, the place there."""
+        given = os.path.abspath(path)
+        if saves and self.folder is not None:
+            self._moved.setdefault(given, f"{self.folder}/{len(self._moved)}")
+        return self._moved.get(given, path)
 
     @contextmanager
     def announced(self, path: str | os.PathLike[str], *, blocking: bool = True) -> Iterator[None]:
@@ -140,6 +148,7 @@ class Checkpoints:
     def _read(self, path: Path) -> Any:
         """Read a checkpoint, or a file of another library. Ranks: all."""
         self.wait()
+        path = self.place(path)
         storage = storage_of(path)
         if read_by_rank_zero(self._collective, storage.path, lambda: other_formats.is_foreign(path)):
             return other_formats.load(self._collective, path)

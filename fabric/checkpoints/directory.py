@@ -98,9 +98,10 @@ class CheckpointDirectory:
         _ready(fabric)  # a checkpoint that is not complete yet would be taken for the remains of a dead job
         if (wrong := fabric.collective.broadcast_object(self._wrong(step, metric))) is not None:
             raise ValueError(wrong)
-        writes = fabric._connected.checkpoints.writes
-        folder = read_by_rank_zero(fabric.collective, self.path, lambda: self._next(step, metric, removes=writes))
-        return fabric.save(self._storage.inside(folder).path, state, filter, blocking, after_commit=self._remove_old)
+        removes = fabric._connected.checkpoints.folder is None
+        folder = read_by_rank_zero(fabric.collective, self.path, lambda: self._next(step, metric, removes=removes))
+        after_commit = self._remove_old if removes else None
+        return fabric.save(self._storage.inside(folder).path, state, filter, blocking, after_commit=after_commit)
 
     def load(
         self, fabric: "Fabric", state: MutableMapping[str, Any], strict: bool = True, *, resume_loaders: bool = True

@@ -30,8 +30,8 @@ class Check:
     Moments are called on every rank. What a moment raises, the line of the program that led to it raises.
     """
 
-    writes_checkpoints = True
-    """Whether `fabric.save` writes. False: the program runs for its numbers alone, and no checkpoint is changed."""
+    checkpoint_folder: str | None = None
+    """Where `fabric.save` writes instead, and `fabric.load` then reads, for a program that runs for its numbers alone."""
 
     def connected(self, runtime: Runtime) -> None:
         """This process is a rank now."""

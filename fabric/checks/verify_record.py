@@ -212,13 +212,12 @@ SCALE = 2.0**10
 
 @final
 class Recorder(Check):
-    """Writes the record of one fabric, and ends the program after the last step. No checkpoint is written."""
-
-    writes_checkpoints = False
+    """Writes the record of one fabric, and ends the program after the last step. It leaves all checkpoints as they are."""
 
     def __init__(self, recording: Recording, strategy: str | Strategy) -> None:
         """`strategy`: as asked for, whose name the record has."""
         self.recording = recording
+        self.checkpoint_folder = f"{recording.path}.checkpoints"
         self.strategy = strategy if isinstance(strategy, str) else type(strategy).__name__
 
     def connected(self, runtime: Runtime) -> None:

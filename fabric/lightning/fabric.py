@@ -348,8 +348,7 @@ class Fabric:
             checkpoints, collective = self.core._connected.checkpoints, self.core._connected.runtime.collective
             with checkpoints.announced(path):
                 content = gathered(collective, checkpoints.content(plain, filter))
-                if checkpoints.writes:
-                    other_formats.save(collective, path, content)
+                other_formats.save(collective, checkpoints.place(path, saves=True), content)
 
     def load(
         self,

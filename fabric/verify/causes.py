@@ -100,7 +100,7 @@ _OTHER_SAMPLES = (
 )
 RESUMED = (
     "The program resumes from a file that the run before it has written by itself. Save by `fabric.save`, which writes "
-    "nothing under `fabric verify`, or make resuming an option, and leave it out."
+    "elsewhere under `fabric verify`, or make resuming an option, and leave it out."
 )
 _NO_LOADER = "The loop reads data that no prepared loader gives it. Pass the loader to `fabric.setup_dataloaders`."
 _BATCH_NORM = (

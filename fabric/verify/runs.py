@@ -109,7 +109,7 @@ class Verification:
         return judge(known, permuted, run, self.tolerance)
 
     def _record(self, path: Path, words: str, options: Options, **recorded: Any) -> Record:
-        self.announce(f"{words}: {self.num_steps} steps of each optimizer, and no checkpoint is written")
+        self.announce(f"{words}: {self.num_steps} steps of each optimizer, checkpoints in a temporary folder")
         recording = Recording(path=str(path), num_steps=self.num_steps, keeps_dropout=self.keeps_dropout, **recorded)
         code, said = self.start(options, recording)
         if path.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator
@@ -167,18 +168,18 @@ class Callback:
         self.calls.append(kwargs)
 
 
-class NumbersOnly(core.Check):
-    writes_checkpoints = False
-
-
-def test_a_check_of_numbers_alone_leaves_the_files_of_a_run_as_they_are(tmp_path: Path) -> None:
-    (tmp_path / "a.ckpt").write_text("mine")
-    with Fabric(ACCELERATOR, "auto", 1, plugins=[NumbersOnly()]) as fabric:
-        fabric.save(tmp_path / "a.ckpt", {"model": fabric.setup(*parts())[0]})
-        pending = fabric.core.save(tmp_path / "b", {"x": 1}, blocking=False)
-        pending.wait()
-        assert pending.path == str(tmp_path / "b")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.ckpt", "mine")]
+def test_a_check_with_a_folder_of_its_own_leaves_the_files_of_a_run_as_they_are(tmp_path: Path) -> None:
+    run, check = tmp_path / "run", core.Check()
+    run.mkdir()
+    (run / "a.ckpt").write_text("mine")
+    check.checkpoint_folder = str(tmp_path / "elsewhere")
+    with Fabric(ACCELERATOR, "auto", 1, plugins=[check]) as fabric:
+        model = fabric.setup(*parts())[0]
+        fabric.save(run / "a.ckpt", {"model": model})
+        fabric.core.save(run / "b", {"x": 1}, blocking=False).wait()
+        fabric.load(os.path.relpath(run / "a.ckpt"), {"model": model})
+        assert fabric.core.load(run / "b") == {"x": 1}
+    assert [(path.name, path.read_text()) for path in run.iterdir()] == [("a.ckpt", "mine")]
 
 
 def test_hooks_are_called_by_setup_and_steps_with_the_keywords_they_accept() -> None:

@@ -677,7 +677,7 @@ def test_the_command_verifies_a_script_and_a_saved_record_serves_as_reference(tm
     started = [line.partition(": ")[2] for line in ended.stderr.splitlines()]
     ways = ("as asked", "in one process", "in one process, permuted")
     assert started == [
-        f"the program runs {way}: 3 steps of each optimizer, and no checkpoint is written" for way in ways
+        f"the program runs {way}: 3 steps of each optimizer, checkpoints in a temporary folder" for way in ways
     ]
     assert found["steps"][0]["run"]["loss"] == pytest.approx(found["steps"][0]["reference"]["loss"])
     assert (tmp_path / "record").stat().st_size < 5000
