@@ -31,7 +31,7 @@ class Check:
     """
 
     checkpoint_folder: str | None = None
-    """Where `fabric.save` writes instead, and `fabric.load` then reads, for a program that runs for its numbers alone."""
+    """Where `fabric.save` writes instead, and `fabric.load` then reads: a program runs for its numbers alone."""
 
     def connected(self, runtime: Runtime) -> None:
         """This process is a rank now."""

@@ -212,7 +212,7 @@ SCALE = 2.0**10
 
 @final
 class Recorder(Check):
-    """Writes the record of one fabric, and ends the program after the last step. It leaves all checkpoints as they are."""
+    """Writes the record of one fabric, and ends the program after the last step. Checkpoints stay as they are."""
 
     def __init__(self, recording: Recording, strategy: str | Strategy) -> None:
         """`strategy`: as asked for, whose name the record has."""
