@@ -77,8 +77,10 @@ class Checkpoints:
 
     def place(self, path: Path, *, saves: bool = False) -> Path:
         """The path; of what is saved in `folder`, the place there."""
+        if self.folder is None:
+            return path
         given = os.path.abspath(path)
-        if saves and self.folder is not None:
+        if saves:
             self._moved.setdefault(given, f"{self.folder}/{len(self._moved)}")
         return self._moved.get(given, path)
 

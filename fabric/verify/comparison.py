@@ -5,6 +5,9 @@ The reference is run twice, the second time with the samples of each batch permu
 the distance between them, per tensor and step, is the rounding of this model, in its precision, as it grows with the
 steps. A run is equal to the reference if no tensor is farther from it than `MARGIN` times that. A tensor whose two
 references happen to be closer than others may be as far as a few units of the last place of its norm.
+
+A gradient that is zero but for rounding, as that of the bias of an attention's keys, is compared; the weight is not, for
+an optimizer such as Adam divides the gradient by its own size.
 """
 
 import math
@@ -64,6 +67,7 @@ def compare(reference: Record, permuted: Record | None, run: Record, tolerance: 
     `permuted`: the second reference; None, where there is none: `tolerance` decides, or `UNMEASURED`.
     """
     eps, largest, second = max(reference.eps, run.eps), 0.0, permuted or reference
+    rounded = set[str]()  # names of parameters whose gradient has been rounding alone
     places = {name: place for place, name in enumerate(dict.fromkeys((*reference.order, *run.order)))}
     for number in range(-1, min(len(each.steps) for each in (reference, second, run))):
         skips = [each for each in (reference, run) if number >= 0 and each.steps[number].was_skipped]
@@ -83,6 +87,10 @@ def compare(reference: Record, permuted: Record | None, run: Record, tolerance: 
             for name in sorted({*one, *other}, key=lambda name: (places.get(name, len(places)), name)):
                 ours, theirs = one.get(name, _ABSENT), other.get(name, _ABSENT)
                 away, norm = distance(ours, theirs), max(ours[0], 1e-2 * total)
+                if kind == "gradient" and 0 < max(ours[0], theirs[0]) <= relative * norm:
+                    rounded.add(name)
+                if kind == "weight" and name in rounded:
+                    continue
                 if not away <= max(MARGIN * distance(ours, two.get(name, ours)), relative * norm):
                     found = Difference(step=number + 1, kind=kind, name=name, reference=ours, run=theirs)
                     return Comparison(num_compared=number + 1, difference=found, largest=found.relative)

@@ -255,6 +255,24 @@ def test_a_right_program_is_equal_to_one_process(program: Callable[..., None], s
     assert verdict.sentence.startswith(f"The numbers of one process: {strategy} on 2 ranks is equal in")
 
 
+def test_a_weight_whose_gradient_is_rounding_alone_is_not_compared(tmp_path: Path) -> None:
+    known, name = kept(tmp_path, a_plain_loop), "0.bias"
+
+    def scaled(gradient: float, weight: float) -> Record:
+        """The record with other numbers of one parameter, as of the bias of an attention's keys under Adam."""
+        steps = []
+        for step in known.steps:
+            gradients = {**step.gradients, name: tuple(gradient * each for each in step.gradients[name])}
+            weights = {**step.weights, name: tuple(weight * each for each in step.weights[name])}
+            steps.append(replace(step, gradients=gradients, weights=weights))
+        return replace(known, steps=steps)
+
+    assert judge(scaled(1e-9, 1.0), None, scaled(1e-9, 1.1), 1e-5).is_equal
+    for gradient in (0.0, 1.0):
+        verdict = judge(scaled(gradient, 1.0), None, scaled(gradient, 1.1), 1e-5)
+        assert "the weight of `0.bias` under single_device on 1 rank" in verdict.sentence
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_model_that_is_compiled_as_one_graph_is_compared_in_the_order_of_its_names(strategy: str) -> None:
