@@ -6,8 +6,8 @@ the distance between them, per tensor and step, is the rounding of this model, i
 steps. A run is equal to the reference if no tensor is farther from it than `MARGIN` times that. A tensor whose two
 references happen to be closer than others may be as far as a few units of the last place of its norm.
 
-A gradient that is zero but for rounding, as that of the bias of an attention's keys, is compared; the weight is not, for
-an optimizer such as Adam divides the gradient by its own size.
+A gradient that is zero but for rounding, as that of the bias of an attention's keys, is compared; the weight is not:
+Adam divides the gradient by its own size.
 """
 
 import math
