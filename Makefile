@@ -120,7 +120,7 @@ ON_BOTH := $(addprefix tests/,\
     --deselect tests/fabric/configure/test_machine.py::test_the_way_the_program_was_started_is_detected
 
 test-on-device: $(DEVICE)/test.done
-	timeout 600 $(DEVICE)/bin/python -m pytest tests/device $(ON_BOTH) --accelerator cuda $(AT_A_TIME) $(CACHE) --durations 10 \
+	timeout 900 $(DEVICE)/bin/python -m pytest tests/device $(ON_BOTH) --accelerator cuda $(AT_A_TIME) $(CACHE) --durations 10 \
 	    -m 'not thorough' $(PYTEST_ARGS)
 
 test-on-device-thorough: $(DEVICE)/test.done
@@ -133,7 +133,8 @@ test-on-today: $(DEVICE)/test.done
 test-gpu: $(GPU)/test.done  ## On a machine with a GPU, in five minutes: what to add to docs/explanation/hardware.md
 	timeout 300 $(GPU)/bin/python tests/device/hardware.py
 
-others: docs test-examples test-browser test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root
+# The longest first.
+others: test-clients test-xla test-horovod test-examples test-clusters test-browser docs lint  ## What has an environment of its own, or needs root
 
 check: test-thorough test-today test-kernels test-device test-device-thorough others  ## All of these; --jobs 2 runs two of them at a time
 
