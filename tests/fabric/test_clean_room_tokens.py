@@ -83,7 +83,7 @@ def lines(folder: Path) -> list[list[object]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("kind", ["map", pytest.param("stream", marks=pytest.mark.thorough)])
 def test_a_run_that_is_killed_resumes_on_as_many_ranks_exactly_and_on_others_with_each_sample_once(
     kind: str, tmp_path: Path
 ) -> None:

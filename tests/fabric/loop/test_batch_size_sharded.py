@@ -143,7 +143,7 @@ def train(world: World, strategy: Strategy, finds: bool) -> Any:
         return found, {name: each.clone() for name, each in fabric.state_dict(model, all_ranks=True).items()}
 
 
-THOROUGH = ("ddp", "hsdp", "ddp_sharded")
+THOROUGH = ("ddp", "hsdp", "tensor", "ddp_sharded", "deepspeed_stage_1")
 
 
 @pytest.mark.parametrize(
