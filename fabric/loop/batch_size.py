@@ -78,7 +78,7 @@ def _undone(objects: SetUp) -> Iterator[None]:
     loaders = [loader for each in objects.loaders if (loader := each()) is not None]
     positions = [(loader.iteration, loader.state_dict()) for loader in loaders]
     runtime, progress = objects.runtime, objects.runtime.loop_progress
-    counted = progress.num_backwards, progress.num_unweighted
+    counted, is_weighted = (progress.num_backwards, progress.num_unweighted), objects.weighting.is_used
     with ExitStack() as stack:
         stack.enter_context(runtime.divergence.postponed())
         stack.enter_context(preserved_rngs(device_rngs(runtime.devices)))
@@ -93,6 +93,7 @@ def _undone(objects: SetUp) -> Iterator[None]:
                 buffer.copy_(value)
     objects.accumulation.kept.clear()
     objects.weighting.kept_back.clear()
+    objects.weighting.is_used = is_weighted  # a rank may have seen none in a trial
     progress.num_backwards, progress.num_unweighted = counted
     for loader, (iteration, position) in zip(loaders, positions, strict=True):
         if loader.iteration is not iteration:

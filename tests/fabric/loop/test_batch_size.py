@@ -7,7 +7,7 @@ import pytest
 import torch
 from devices import ACCELERATOR
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import LBFGS, SGD, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import run_world
 
@@ -199,3 +199,33 @@ def refuse_gradients(world: World, strategy: Strategy) -> None:
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2"])
 def test_gradients_of_a_step_are_refused_until_they_are_none(name: str) -> None:
     run_world(2, refuse_gradients, make_strategy(name))
+
+
+def closures(world: World) -> float:
+    """Rank 1 runs out of memory before each backward with a weight; then all step by a closure without one."""
+    with Fabric(accelerator="cpu", strategy="ddp", devices=world.size, timeout_seconds=30) as fabric:
+        fabric.launch()
+        net = nn.Linear(4, 1)
+        model, optimizer = fabric.setup(net, LBFGS(net.parameters(), max_iter=2))
+
+        def run(batch_size: int) -> None:
+            loss = model(torch.ones(batch_size, 4)).sum()
+            if fabric.global_rank == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            fabric.backward(loss, weight=batch_size)
+
+        with pytest.raises(torch.OutOfMemoryError, match="batch size 1 does not fit"):
+            fabric.find_batch_size(run, start=1, most=2)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).square().mean()
+            fabric.backward(loss)
+            return loss
+
+        return float(optimizer.step(closure))
+
+
+def test_weights_of_a_trial_that_one_rank_has_not_seen_do_not_count_afterwards() -> None:
+    one, other = run_world(2, closures)
+    assert one == other
