@@ -108,6 +108,7 @@ class ManualGradientSync(GradientSync):
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.callback(setattr, self, "expected", False)
             for part in self.replicas:  # whose reducer waits for messages in C++
                 stack.enter_context(part.no_sync())
             stack.enter_context(rehearsed(self.fsdp_units))
