@@ -34,7 +34,7 @@ CACHE = -o cache_dir=.pytest_cache/$@
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo docs pictures environment slurm browser device test test-thorough test-kernels docs test-examples test-browser test-clients test-clusters test-device test-device-thorough test-today test-on-device test-on-device-thorough test-on-today test-gpu test-horovod test-xla lint check bench numbers optimizers clean
+.PHONY: demo docs pictures environment slurm browser device test test-thorough test-kernels docs test-examples test-browser test-clients test-clients-thorough test-clusters test-device test-device-thorough test-today test-on-device test-on-device-thorough test-on-today test-gpu test-horovod test-xla lint check bench numbers optimizers clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -51,20 +51,10 @@ test: environment  ## All tests but the thorough ones; PYTEST_ARGS='-k seed' for
 test-thorough: environment  ## All tests that need no environment of their own
 	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) $(PYTEST_ARGS)
 
-# On accelerators foreach is torch's default, and fused is what users write. Left out is what says nothing new with
-# them: tests that name the kernels, or optimizers that have none, and those of a forward, a refusal or a program; also
-# stages, whose parameters are whole or DTensors as elsewhere, and checkpoints of one strategy under another, for the
-# suite saves and loads what was stepped.
-STEPS := $(addprefix tests/strategies/,ddp fairscale fsdp gradients manual model_parallel module optimizers precision sharding) \
-    tests/harness/test_worlds.py tests/conformance/test_strategies.py \
-    --deselect tests/conformance/test_strategies.py::test_ranks_that_are_forks $(addprefix --ignore tests/strategies/,\
-    gradients/test_sparse.py model_parallel/test_context_parallel.py model_parallel/pipeline \
-    module/test_activation_checkpointing.py module/test_compile.py module/test_forward.py module/test_memory_formats.py \
-    module/test_outputs.py module/test_reentrant.py module/test_wrap_policy.py precision/test_output_dtype.py \
-    sharding/test_execution_order.py optimizers/test_owners.py sharding/test_resharded_roots.py)
+# Which tests step optimizers, `tests/harness/kernels.py` says.
 KERNELS ?= foreach fused
 test-kernels: environment  ## What steps optimizers, with foreach as their default, and with fused
-	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(CACHE) -m 'not thorough' $(KERNELS:%=--optimizers %) $(STEPS) $(PYTEST_ARGS)
+	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(CACHE) -m 'not thorough' $(KERNELS:%=--optimizers %) tests/conformance tests/harness tests/strategies $(PYTEST_ARGS)
 
 test-examples: environment  ## The programs of examples/ and of the pages
 	$(RUN)/bin/python -m pytest tests/test_examples.py tests/site $(PYTEST_ARGS)
@@ -74,7 +64,10 @@ test-browser: environment browser docs  ## Pages, seen by a real browser without
 
 # Programs of other people, with models of a few thousand random weights: nothing is downloaded.
 test-clients: $(CLIENTS)/test.done  ## litgpt over fabric.lightning, transformers and others under every strategy
-	HF_HUB_OFFLINE=1 timeout 1500 $(CLIENTS)/bin/python -m pytest tests/clients $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 timeout 1500 $(CLIENTS)/bin/python -m pytest tests/clients -m 'not thorough' $(PYTEST_ARGS)
+
+test-clients-thorough: $(CLIENTS)/test.done  ## The strategies and models that test-clients leaves out
+	HF_HUB_OFFLINE=1 timeout 1500 $(CLIENTS)/bin/python -m pytest tests/clients -m thorough $(PYTEST_ARGS)
 
 # A whole SLURM runs in these, and machines made of network namespaces: they need root.
 test-clusters: environment slurm  ## The tests on clusters that are started here; Debian, as root
@@ -104,7 +97,7 @@ device:  ## What test-device and test-today need; PyPI's newest torch, 526 MB, i
 
 test-device: device  ## Tests on CUDA and NCCL, pretended on a machine without a GPU (tests/device/README.md)
 test-device-thorough: device  ## The strategies and cases that test-device leaves out
-test-today: device  ## Tests of `make test` that another torch could change, over PyPI's newest, its CUDA build, without a driver
+test-today: device  ## Tests of `make test` that another torch could change, over PyPI's newest, its CUDA build, without a driver; with fused optimizers
 test-device test-device-thorough test-today:
 	@! $(MAKE) --question $(DEVICE)/torch.done || $(MAKE) $(subst test,test-on,$@)
 
@@ -127,7 +120,7 @@ test-on-device-thorough: $(DEVICE)/test.done
 	timeout 1500 $(DEVICE)/bin/python -m pytest tests/device --accelerator cuda $(AT_A_TIME) -m thorough $(PYTEST_ARGS)
 
 test-on-today: $(DEVICE)/test.done
-	PRETENDED_DEVICES=0 $(DEVICE)/bin/python -m pytest $(AT_A_TIME) $(APART) -m 'not thorough' --of-torch $(PYTEST_ARGS)
+	PRETENDED_DEVICES=0 $(DEVICE)/bin/python -m pytest $(AT_A_TIME) $(APART) -m 'not thorough' --of-torch --optimizers fused $(PYTEST_ARGS)
 
 # The torch of the machine is taken, where it has one: `make test-gpu PYTHON=python3.12`.
 test-gpu: $(GPU)/test.done  ## On a machine with a GPU, in five minutes: what to add to docs/explanation/hardware.md
@@ -136,7 +129,7 @@ test-gpu: $(GPU)/test.done  ## On a machine with a GPU, in five minutes: what to
 # The longest first.
 others: test-clients test-xla test-horovod test-examples test-clusters test-browser docs lint  ## What has an environment of its own, or needs root
 
-check: test-thorough test-today test-kernels test-device test-device-thorough others  ## All of these; --jobs 2 runs two of them at a time
+check: test-thorough test-today test-kernels test-device test-device-thorough test-clients-thorough others  ## All of these; --jobs 2 runs two of them at a time
 
 bench: $(RUN)/bench.done device  ## Ratios against raw PyTorch and others; writes docs/measurements/bench.md
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)

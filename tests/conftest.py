@@ -39,7 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", default="1", help="from which tests draw: 1 by default; 'new' for another one")
     parser.addoption("--accelerator", default="cpu", help="what tests train on that are not about the CPU: cpu, cuda")
     parser.addoption("--of-torch", action="store_true", help="leave out tests that no other torch could change")
-    parser.addoption("--optimizers", action="append", choices=kernels.CHOICES, help="kernels, where a test names none")
+    parser.addoption(
+        "--optimizers", action="append", choices=kernels.CHOICES, help="kernels of tests that step optimizers"
+    )
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -94,6 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 WHOLE = (
+    "tests/clients",
     "tests/contracts",
     "tests/conformance",
     "tests/device",
@@ -154,6 +157,13 @@ def is_of_torch(item: pytest.Item) -> bool:
     return not item.nodeid.startswith(OVER_ANY_TORCH) and bool(re.search(r"\btorch\b", text_of(item.path)))
 
 
+def is_asked_for(item: pytest.Item) -> bool:
+    """By `--of-torch`, or by `--optimizers` where that is alone."""
+    if item.config.getoption("--of-torch"):
+        return is_of_torch(item)
+    return not item.config.getoption("--optimizers") or kernels.steps_optimizers(item.nodeid)
+
+
 @functools.cache
 def text_of(path: Path) -> str:
     return path.read_text()
@@ -168,8 +178,10 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test runs with each of the kernels that `--optimizers` names: first all with one, then all with another."""
-    if chosen := metafunc.config.getoption("--optimizers"):
+    """Each test that steps optimizers runs with each of the kernels that `--optimizers` names: first all with one, then
+    all with another."""
+    chosen = metafunc.config.getoption("--optimizers")
+    if chosen and kernels.steps_optimizers(metafunc.definition.nodeid):
         metafunc.parametrize("optimizers", chosen, indirect=True, scope="session")
 
 
@@ -177,8 +189,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def optimizers(request: pytest.FixtureRequest) -> str | None:
     """The kernels of the tests that follow; None where the hook above has chosen none."""
     chosen: str | None = getattr(request, "param", None)
-    if chosen is not None:
-        os.environ[kernels.VARIABLE] = chosen
+    if kernels.VARIABLE in os.environ:
+        os.environ[kernels.VARIABLE] = chosen or ""
     return chosen
 
 
@@ -196,9 +208,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and item.get_closest_marker("slow") and not item.nodeid.startswith(WHOLE):
             kind = item.callspec.params.get("optimizers", "") if item.name != item.originalname else ""
             cases.setdefault((item.path, item.originalname, kind), []).append(item)
-    if items and items[0].config.getoption("--of-torch"):
-        items[0].config.hook.pytest_deselected(items=[item for item in items if not is_of_torch(item)])
-        items[:] = [item for item in items if is_of_torch(item)]
+    if left := [item for item in items if not is_asked_for(item)]:
+        left[0].config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if is_asked_for(item)]
     for alike in cases.values():
         if any(item.get_closest_marker("thorough") for item in alike):
             continue

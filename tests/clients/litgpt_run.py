@@ -1,19 +1,22 @@
-"""Run one of litgpt's own scripts on a tiny model, over Lightning Fabric or over `fabric.lightning`.
+"""Run litgpt's own scripts on a tiny model, over Lightning Fabric or over `fabric.lightning`.
 
     LITGPT_RUN=CHECKPOINT python litgpt_run.py
-    LITGPT_RUN="CHECKPOINT LIBRARY SCRIPTS STRATEGY DEVICES FOLDER" python litgpt_run.py tiny
+    LITGPT_RUN="CHECKPOINT LIBRARY FOLDER SCRIPT:STRATEGY:DEVICES ..." python litgpt_run.py tiny
 
 The first makes random weights, a tokenizer and data in the folder CHECKPOINT; the second trains from there.
 
-The words are in a variable because litgpt reads the command line again for what it saves, and Lightning runs it again
+The words are in a variable because litgpt reads the command line again for what it saves, and a launcher runs it again
 in each rank.
 
 `LIBRARY`: lightning or fabric. Over fabric, `import lightning as L; L.Fabric` and every `lightning.fabric.X` for which
 there is a `fabric.lightning.X` are ours before litgpt is imported; what else litgpt takes from Lightning (its data
-module, two private loaders of weights) stays. `SCRIPTS`: pretrain, or one of finetune; several with a comma between run
-in forks, which share what is imported. `STRATEGY`: `script`, the one that the script chooses by itself (fsdp, or a
-mesh), or a word that takes its place. The losses are in `FOLDER/SCRIPT/logs/csv/version_0/metrics.csv`, where the
-script's own logger writes them.
+module, two private loaders of weights) stays. `SCRIPT`: pretrain, or one of finetune. `STRATEGY`: `script`, the one
+that the script chooses by itself (fsdp, or a mesh), or a word that takes its place. The losses are in
+`FOLDER/SCRIPT-STRATEGY-DEVICES/logs/csv/version_0/metrics.csv`, where the script's own logger writes them.
+
+One run is a program as a user starts it. Of several, each rank is a fork of this process, which has imported litgpt
+once, with the variables that torchrun gives its ranks; `ended RUN: CODE` is printed for each, with the largest exit
+code.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import importlib
 import json
 import os
 import pkgutil
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -196,26 +200,45 @@ def main() -> None:
     if not words:
         make_checkpoint(Path(checkpoint))
         return
-    library, scripts, strategy, devices, folder = words
+    library, folder, *runs = words
     if library == "fabric":
         put_ours_in_its_place()
-    choose_strategy(strategy)
-    names = scripts.split(",")
-    for module in ("pretrain", "finetune.adapter_v2") if len(names) > 1 else ():
+    if len(runs) == 1:
+        run_one(Path(checkpoint), runs[0], Path(folder))
+        return
+    for module in ("pretrain", "finetune.adapter_v2"):
         importlib.import_module(f"litgpt.{module}")
-    for script in names:
-        if len(names) == 1 or in_a_fork():
-            run(Path(checkpoint), script, int(devices), Path(folder) / script)
-            break
+    for each in runs:
+        ranks = fork_ranks(int(each.split(":")[2]))
+        if not ranks:
+            run_one(Path(checkpoint), each, Path(folder))
+            return
+        codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+        print(f"ended {each}: {max(map(abs, codes))}", flush=True)
 
 
-def in_a_fork() -> bool:
-    """True in a fork, which ends by itself; False in this process, once the fork has ended without an error."""
-    if not (child := os.fork()):
-        return True
-    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-        sys.exit(code)
-    return False
+def run_one(checkpoint: Path, words: str, folder: Path) -> None:
+    """One script, with a strategy, on so many ranks."""
+    script, strategy, devices = words.split(":")
+    choose_strategy(strategy)
+    run(checkpoint, script, int(devices), folder / words.replace(":", "-"))
+
+
+def fork_ranks(size: int) -> list[int]:
+    """The process ids of the ranks; in each of these, nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks: list[int] = []
+    for rank in range(size):
+        if not (child := os.fork()):
+            if size > 1:
+                places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+                groups = {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                variables = {**places, **groups, "TORCHELASTIC_RUN_ID": "litgpt"}
+                os.environ.update({name: str(value) for name, value in variables.items()})
+            return []
+        ranks.append(child)
+    return ranks
 
 
 if __name__ == "__main__":

@@ -20,38 +20,45 @@ import pytest
 THROUGHPUT = ("batches", "samples", "lengths")
 """What litgpt logs from `ThroughputMonitor`, without the times."""
 ONE_RANK = ("pretrain", "full", "lora", "lora_legacy", "adapter", "adapter_v2")
+RUNS = {
+    "lightning": (*(f"{script}:script:1" for script in ONE_RANK), "pretrain:ddp:2", "full:ddp:2"),
+    "fabric": (
+        *(f"{script}:script:1" for script in ONE_RANK),
+        *(f"{script}:{strategy}:2" for script in ("pretrain", "full", "lora") for strategy in ("ddp", "script")),
+    ),
+}
+ALIKE = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+"""torchrun gives each rank one thread as well; more would wait for each other, with a model as small as this."""
 Losses = list[tuple[str, float]]
 RUN = Path(litgpt_run.__file__)
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Losses]:
-    """Run a script once, and give what its logger wrote: the name of each loss, and the loss."""
-    known: dict[str, Losses] = {}
-    checkpoint = tmp_path_factory.mktemp("checkpoints") / "tiny"
+def losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Losses]:
+    """Do all runs of a library once, and give what the logger of one wrote: the name of each loss, and the loss."""
+    folder = tmp_path_factory.mktemp("runs")
+    checkpoint = folder / "tiny"
     call(str(checkpoint))
+    printed: dict[str, str] = {}
 
-    def run(library: str, script: str, strategy: str, devices: int) -> Losses:
-        key = f"{library} {script} {strategy} {devices}"
-        if key not in known:
-            scripts = ONE_RANK if devices == 1 else (script,)
-            folder = tmp_path_factory.mktemp(key.replace(" ", "-"))
-            call(f"{checkpoint} {library} {','.join(scripts)} {strategy} {devices} {folder}")
-            for each in scripts:
-                file = folder / each / "logs" / "csv" / "version_0" / "metrics.csv"
-                known[f"{library} {each} {strategy} {devices}"] = read(file)
-        return known[key]
+    def run(library: str, words: str) -> Losses:
+        if library not in printed:
+            printed[library] = call(f"{checkpoint} {library} {folder / library} {' '.join(RUNS[library])}")
+        assert f"ended {words}: 0\n" in printed[library], printed[library][-4000:]
+        return read(folder / library / words.replace(":", "-") / "logs" / "csv" / "version_0" / "metrics.csv")
 
     return run
 
 
-def call(words: str) -> None:
-    environ = {**os.environ, "LITGPT_RUN": words, "TORCHDYNAMO_DISABLE": "1"}
+def call(words: str) -> str:
+    environ = {**os.environ, **ALIKE, "LITGPT_RUN": words}
     command = [sys.executable, str(RUN), "tiny"]
     # lora_legacy takes the folder of the checkpoint from the command line, relative to where it runs.
     where = Path(words.split()[0]).parent
-    ended = subprocess.run(command, env=environ, cwd=where, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    ended = subprocess.run(command, env=environ, cwd=where, **streams, text=True, timeout=500)
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    return ended.stdout
 
 
 def read(file: Path) -> Losses:
@@ -67,9 +74,9 @@ def read(file: Path) -> Losses:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", ONE_RANK)
 def test_one_rank_logs_the_losses_of_lightning_fabric_to_the_last_digit(
-    script: str, losses: Callable[..., Losses]
+    script: str, losses: Callable[[str, str], Losses]
 ) -> None:
-    assert losses("fabric", script, "script", 1) == losses("lightning", script, "script", 1)
+    assert losses("fabric", f"{script}:script:1") == losses("lightning", f"{script}:script:1")
 
 
 @pytest.mark.slow
@@ -77,9 +84,9 @@ def test_one_rank_logs_the_losses_of_lightning_fabric_to_the_last_digit(
 @pytest.mark.parametrize("strategy", ["ddp", "script"], ids=["ddp", "fsdp"])
 @pytest.mark.parametrize("script", ["pretrain", "full"])
 def test_two_ranks_log_the_losses_of_lightning_fabric(
-    script: str, strategy: str, losses: Callable[..., Losses]
+    script: str, strategy: str, losses: Callable[[str, str], Losses]
 ) -> None:
-    ours, theirs = losses("fabric", script, strategy, 2), losses("lightning", script, "ddp", 2)
+    ours, theirs = losses("fabric", f"{script}:{strategy}:2"), losses("lightning", f"{script}:ddp:2")
     assert [name for name, _ in ours] == [name for name, _ in theirs]
     for (_, our_loss), (_, their_loss) in zip(ours, theirs, strict=True):
         assert our_loss == pytest.approx(their_loss, abs=2e-6)
@@ -88,11 +95,11 @@ def test_two_ranks_log_the_losses_of_lightning_fabric(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_adapters_that_the_script_leaves_without_values_under_ddp_are_initialised(
-    losses: Callable[..., Losses],
+    losses: Callable[[str, str], Losses],
 ) -> None:
     # litgpt makes the model empty where there are several ranks, and fills adapters under FSDP alone, by draws of its
     # own: with Lightning Fabric the losses under ddp are NaN.
-    under_ddp, under_fsdp = losses("fabric", "lora", "ddp", 2), losses("fabric", "lora", "script", 2)
+    under_ddp, under_fsdp = losses("fabric", "lora:ddp:2"), losses("fabric", "lora:script:2")
     assert [name for name, _ in under_ddp] == [name for name, _ in under_fsdp]
     for (_, one), (_, other) in zip(under_ddp, under_fsdp, strict=True):
         assert one == pytest.approx(other, abs=0.05)
@@ -103,10 +110,10 @@ def test_adapters_that_the_script_leaves_without_values_under_ddp_are_initialise
 @pytest.mark.parametrize("strategy", ["ddp", "script"], ids=["ddp", "fsdp"])  # none other runs it
 def test_pretraining_is_verified_to_have_the_numbers_of_one_process(strategy: str, tmp_path: Path) -> None:
     call(str(tmp_path / "tiny"))
-    words = f"{tmp_path / 'tiny'} fabric pretrain_at_one_rate {strategy} 2 {tmp_path}"
+    words = f"{tmp_path / 'tiny'} fabric {tmp_path} pretrain_at_one_rate:{strategy}:2"
     ended = subprocess.run(
         [sys.executable, "-m", "fabric", "verify", "--steps", "4", "--json", str(RUN), "tiny"],
-        env={**os.environ, "LITGPT_RUN": words, "TORCHDYNAMO_DISABLE": "1"},
+        env={**os.environ, **ALIKE, "LITGPT_RUN": words},
         capture_output=True,
         text=True,
         timeout=550,

@@ -1,4 +1,4 @@
-"""`pytest --optimizers foreach --optimizers fused`: each test runs with each, where it names no kernels itself.
+"""`pytest --optimizers foreach --optimizers fused`: each test that steps optimizers, and names no kernels, runs with each.
 
 On accelerators foreach is torch's default, and fused is what users write. On the CPU torch's default is a loop over the
 parameters, whose operators count versions, and dispatch, in another way.
@@ -16,7 +16,46 @@ from torch.optim import adagrad, adam, optimizer, sgd
 
 CHOICES = ("foreach", "fused")
 VARIABLE = "TESTS_OPTIMIZERS"
-"""By which ranks are told, at each step."""
+"""By which ranks are told, at each step; empty where a test of such a run takes torch's default."""
+
+STEPPING = (
+    "tests/conformance/test_strategies.py::test_numbers",
+    "tests/harness/test_worlds.py",
+    "tests/strategies/ddp/",
+    "tests/strategies/fairscale/",
+    "tests/strategies/fsdp/",
+    "tests/strategies/gradients/",
+    "tests/strategies/manual/",
+    "tests/strategies/model_parallel/",
+    "tests/strategies/module/",
+    "tests/strategies/optimizers/",
+    "tests/strategies/precision/",
+    "tests/strategies/sharding/",
+)
+"""Tests that step optimizers: files and folders."""
+NOT_STEPPING = (
+    # Sparse gradients, and optimizers of one rank each: they name their kernels, or have none.
+    "tests/strategies/gradients/test_sparse.py",
+    "tests/strategies/optimizers/test_owners.py",
+    # Stages and shares of a sequence: parameters are whole or DTensors as elsewhere.
+    "tests/strategies/model_parallel/pipeline/",
+    "tests/strategies/model_parallel/test_context_parallel.py",
+    # Forwards, refusals and programs.
+    *(
+        f"tests/strategies/module/test_{name}.py"
+        for name in ("activation_checkpointing", "compile", "forward", "memory_formats", "output_tensors", "reentrant")
+    ),
+    "tests/strategies/module/test_wrap_policy.py",
+    "tests/strategies/precision/test_output_dtype.py",
+    "tests/strategies/sharding/test_execution_order.py",
+    "tests/strategies/sharding/test_resharded_roots.py",
+)
+"""Of these, tests of which other kernels change nothing."""
+
+
+def steps_optimizers(nodeid: str) -> bool:
+    """Whether a test runs with each of the chosen kernels."""
+    return nodeid.startswith(STEPPING) and not nodeid.startswith(NOT_STEPPING)
 
 
 def use_chosen() -> None:

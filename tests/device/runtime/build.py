@@ -5,7 +5,7 @@
 What comes to be is a package `pretended_cuda` and a `.pth` file that imports it: from then on, every program that this
 Python runs has devices. NVIDIA's headers are downloaded into a folder that is removed; nothing else of NVIDIA is used.
 Each library has the name that torch's libraries ask for; what is not written here is a function that returns an error.
-Needs g++ and readelf, and a minute.
+Needs g++ and readelf, and half a minute.
 """
 
 from __future__ import annotations
@@ -57,14 +57,11 @@ def main() -> None:
         refused = needed.functions.difference(*map(defined, objects.values()))
         # The runtime first: others are linked to it.
         for name in sorted(needed.libraries | OPENED, key=lambda name: not name.startswith("libcudart")):
-            written = [
-                made for path, made in objects.items() if path.parent == HERE / FOLDERS.get(name.split(".")[0], "-")
-            ]
+            written = [made for folder, made in objects.items() if folder == FOLDERS.get(name.split(".")[0])]
             link(libraries / name, written, needed.versions.get(name, {}) | asked_of(name), work, libraries)
         link(libraries / ANY_OTHER, [], dict.fromkeys(refused, ""), work, libraries)
-        kernels = [made for path, made in objects.items() if path.parent == HERE / "kernels"]
         torch = [f"-L{TORCH / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
-        run("g++", "-shared", *kernels, *libraries.glob("libcudart.*"), *torch, "-o", PACKAGE / "kernels.so")
+        run("g++", "-shared", objects["kernels"], *libraries.glob("libcudart.*"), *torch, "-o", PACKAGE / "kernels.so")
     shutil.copy(HERE / "boot.py", PACKAGE / "__init__.py")
     shutil.copy(HERE / "cuda_only.py", PACKAGE)
     (SITE / "pretended_cuda.pth").write_text("import pretended_cuda\n")
@@ -125,17 +122,19 @@ def asked_of(name: str) -> dict[str, str]:
     return {function.decode(): "" for function in found}
 
 
-def compiled(work: Path, nvidia: Path) -> dict[Path, Path]:
-    """The object file of each source."""
+def compiled(work: Path, nvidia: Path) -> dict[str, Path]:
+    """The object file of each folder, whose sources are compiled as one: torch's headers take most of the time."""
     python = sysconfig.get_paths()["include"]
     includes = [f"-I{path}" for path in (nvidia, TORCH / "include", TORCH / "include/torch/csrc/api/include", python)]
-    objects = {path: work / f"{path.parent.name}.{path.stem}.o" for path in sorted(HERE.glob("*/*.cpp"))}
+    objects = {folder.name: work / f"{folder.name}.o" for folder in {path.parent for path in HERE.glob("*/*.cpp")}}
 
-    def compile_one(path: Path) -> None:
-        run("g++", *OPTIONS, *includes, "-c", path, "-o", objects[path])
+    def compile_one(folder: str) -> None:
+        every = work / f"{folder}.cpp"
+        every.write_text("".join(f'#include "{path}"\n' for path in sorted((HERE / folder).glob("*.cpp"))))
+        run("g++", *OPTIONS, *includes, "-c", every, "-o", objects[folder])
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compile_one, sorted(objects, reverse=True)))  # the kernels take longest
+        list(pool.map(compile_one, sorted(objects, key="kernels".__ne__)))  # they take longest
     return objects
 
 

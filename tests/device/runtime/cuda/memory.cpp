@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kMostDevices = 16;
 constexpr size_t kAlignment = 512;
-constexpr unsigned char kPattern = 0xCD;
+constexpr unsigned char kNewMemory = 0xCD;
 
 struct Memory {
     int file = -1;
@@ -154,7 +154,7 @@ EXPORTED cudaError_t cudaMalloc(void** address, size_t bytes) {
         if (size > wanted) memory.free_blocks[offset + wanted] = size - wanted;
         memory.blocks[offset] = wanted;
         memory.allocated += wanted;
-        memset(memory.host + offset, kPattern, std::min<size_t>(wanted, 1 << 20));  // all of it would be slow
+        memset(memory.host + offset, kNewMemory, std::min<size_t>(wanted, 1 << 20));  // all of it would be slow
         *address = memory.device + offset;
         return cudaSuccess;
     }
@@ -195,7 +195,7 @@ EXPORTED cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
     RETURN_UNLESS_USABLE;
     constexpr size_t page = 4096;
     *address = aligned_alloc(page, (bytes + page - 1) / page * page);
-    memset(*address, kPattern, bytes);
+    memset(*address, kNewMemory, bytes);
     pin(*address, bytes);
     return cudaSuccess;
 }

@@ -74,13 +74,16 @@ void run_batch(void* argument) {
 }
 
 void launch(std::vector<Call> calls) {
-    std::map<cudaStream_t, Batch*> batches;
+    // No stream is the default one of the communicator's device: several devices of one process may have calls here.
+    std::map<std::pair<int, cudaStream_t>, Batch*> batches;
     for (auto& call : calls) {
-        auto& batch = batches[call.stream];
+        auto& batch = batches[{call.communicator->device, call.stream}];
         if (!batch) batch = new Batch();
         batch->calls.push_back(call);
     }
-    for (auto [stream, batch] : batches) {
+    int current = 0;
+    cudaGetDevice(&current);
+    for (auto [place, batch] : batches) {
         std::set<ncclComm*> communicators;
         for (auto& call : batch->calls) communicators.insert(call.communicator);
         const auto done = batch->done.get_future().share();
@@ -89,8 +92,10 @@ void launch(std::vector<Call> calls) {
             if (communicator->last_calls.valid()) batch->before.push_back(communicator->last_calls);
             communicator->last_calls = done;
         }
-        pretended_enqueue(stream, run_batch, batch);
+        cudaSetDevice(place.first);
+        pretended_enqueue(place.second, run_batch, batch);
     }
+    cudaSetDevice(current);
 }
 
 bool reduces(Kind kind) { return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter; }
