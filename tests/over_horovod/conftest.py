@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-# Horovod looks for messages a thousand times a second by default: in ranks that share two cores, a quarter of their time.
+# By default, Horovod looks for messages a thousand times a second: a quarter of the time of ranks that share two cores.
 os.environ.setdefault("HOROVOD_CYCLE_TIME", "4")
 
 if find_spec("horovod") is None:
