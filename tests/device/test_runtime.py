@@ -493,12 +493,13 @@ def replicate(world: World) -> None:
     inputs = torch.randn(6, 8)
     net(inputs).square().sum().backward()
     expected = net.weight.grad
+    net.zero_grad()
     copies = nn.DataParallel(net.cuda(), device_ids=[0, 1])
     for _ in range(20):  # the weights that one call of NCCL sends to both devices arrive before they are used
-        net.zero_grad()
         copies(inputs.cuda()).square().sum().backward()
         assert net.weight.grad is not None
         torch.testing.assert_close(net.weight.grad.cpu(), expected)
+        net.zero_grad()
 
 
 def test_one_process_trains_replicas_on_two_devices() -> None:

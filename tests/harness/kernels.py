@@ -1,4 +1,4 @@
-"""`pytest --optimizers foreach --optimizers fused`: each test that steps optimizers runs with each, where it names none.
+"""`pytest --optimizers foreach --optimizers fused`: each test that steps optimizers runs with each, if it names none.
 
 On accelerators foreach is torch's default, and fused is what users write. On the CPU torch's default is a loop over the
 parameters, whose operators count versions, and dispatch, in another way.
