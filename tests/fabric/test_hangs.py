@@ -260,7 +260,7 @@ SAVE = next(number for number, text in enumerate(ALONE.splitlines(), 1) if "fabr
 def end_alone(tmp_path: Path, *words: str, by: Sequence[str] = ()) -> str:
     """What the job prints to stderr until it fails. `by`: the program that starts its ranks."""
     (tmp_path / "program.py").write_text(ALONE)
-    with running([*by, tmp_path / "program.py", *words]) as program:
+    with running([*by, tmp_path / "program.py", *words], **{template.FORKS: "yes"}) as program:
         _, output = program.process.communicate(timeout=60)
     assert program.process.returncode == 1, output
     return output

@@ -49,6 +49,8 @@ OF_LAUNCHERS = os.sep + "launchers" + os.sep
 FORK_SERVER = os.path.join("launchers", "supervision", "fork_server.py")
 READ_AT_START = ("COVERAGE", "CUDA", "GOMP_", "JEMALLOC", "KMP_", "LD_", "MALLOC", "MKL_", "OPENBLAS_", "TORCH_")
 """Prefixes of variables which libraries read when they are loaded: a program that gets another value is not forked."""
+READ_IN_VAIN = ("PYTHONHASHSEED", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+"""But for these with `FORKS`: `fabric verify` and torchrun set them."""
 
 
 class Template:
@@ -195,11 +197,12 @@ class PopenOfPrograms(Popen):
     that again, and with `FORKS` any program but the ranks and the guardian of a launch. All else is as it was."""
 
     def __init__(self, args: Any, *more: Any, **options: Any) -> None:
-        is_fork_server = isinstance(args, list) and len(args) == 3 and str(args[1]).endswith(FORK_SERVER)
-        is_own_file = (
-            isinstance(args, list) and len(args) > 1 and args[1] == vars(sys.modules["__main__"]).get("__file__")
-        )
-        is_program = FORKS in os.environ and isinstance(args, list) and OF_LAUNCHERS not in os.fspath(args[1])
+        words = [*map(str, args)] if isinstance(args, (list, tuple)) and len(args) > 1 else [""] * 2
+        is_fork_server = len(words) == 3 and words[1].endswith(FORK_SERVER)
+        is_own_file = words[1] == vars(sys.modules["__main__"]).get("__file__")
+        is_program = FORKS in os.environ and bool(words[1]) and OF_LAUNCHERS not in words[1]
+        if is_program and words[1] == "-u":  # of torchrun
+            args = [words[0], *words[2:]]
         forked = (is_fork_server or is_own_file or is_program) and all(map(_is_open, range(3)))
         super().__init__(args, *more, fresh=not forked, **options)
 
@@ -257,15 +260,14 @@ def _can_be_forked(arguments: list[str], options: dict[str, Any]) -> bool:
     environ = dict(os.environ if given is None else given)
     started = template().environ
     changed = {name for name in {*environ, *started} if environ.get(name) != started.get(name)}
-    same = {"PYTHONPATH", "PYTHONHASHSEED"} if FORKS in environ else {"PYTHONPATH"}
+    same = {"PYTHONPATH", *(READ_IN_VAIN if FORKS in environ else ())}
     streams = [options.get(name) for name in ("stdin", "stdout", "stderr")]
     return (
         sys.platform == "linux"
         and os.fspath(arguments[0]) == sys.executable
         and len(arguments) > 1
         and (str(arguments[1]) in ("-", "-c", "-m") or not str(arguments[1]).startswith("-"))
-        and not any(name.startswith(READ_AT_START) for name in changed)
-        and not any(name.startswith("PYTHON") and name not in same for name in changed)
+        and not any(name.startswith((*READ_AT_START, "PYTHON")) for name in changed - same)
         and not any(os.path.exists(os.path.join(path, "fabric")) for path in _import_path(environ))
         and not any(isinstance(stream, int) and stream >= 0 and os.isatty(stream) for stream in streams)
         and not any(stream is None and os.isatty(fd) for fd, stream in enumerate(streams))
