@@ -312,7 +312,7 @@ def test_on_a_terminal_a_report_begins_below_the_progress_bar_and_is_wrapped_at_
     (tmp_path / "program.py").write_text(ALONE)
     master, slave = pty.openpty()
     command = [sys.executable, str(tmp_path / "program.py"), "saves", "ddp", "4"]
-    environ = {**os.environ, "COLUMNS": str(width), "TERM": "xterm"}
+    environ = {**os.environ, "COLUMNS": str(width), "TERM": "xterm", template.FORKS: "yes"}
     with template.Popen(command, stdout=slave, stderr=slave, env=environ, cwd=tmp_path) as process:
         os.close(slave)
         seen = b""

@@ -11,7 +11,8 @@ says which test it belongs to, because the mark is written over a place that was
 The template computes nothing, so that its forks can compute, and can fork ranks. A fork server that a program starts
 for its ranks is forked from the template as well. Tests that launch ranks from their own process start a real one.
 With `FORKS` in its environment, so are all programs that it starts, and one that it becomes by `execve` runs in the
-same process: for tests that are about neither `preexec_fn` nor the hash seed, which a fork cannot have.
+same process, also on a terminal: for tests that are about neither `preexec_fn` nor the hash seed, which a fork cannot
+have.
 """
 
 from __future__ import annotations
@@ -269,9 +270,12 @@ def _can_be_forked(arguments: list[str], options: dict[str, Any]) -> bool:
         and (str(arguments[1]) in ("-", "-c", "-m") or not str(arguments[1]).startswith("-"))
         and not any(name.startswith((*READ_AT_START, "PYTHON")) for name in changed - same)
         and not any(os.path.exists(os.path.join(path, "fabric")) for path in _import_path(environ))
-        and not any(isinstance(stream, int) and stream >= 0 and os.isatty(stream) for stream in streams)
-        and not any(stream is None and os.isatty(fd) for fd, stream in enumerate(streams))
+        and (FORKS in environ or not any(map(_is_terminal, range(3), streams)))
     )
+
+
+def _is_terminal(fd: int, stream: Any) -> bool:
+    return os.isatty(fd) if stream is None else isinstance(stream, int) and stream >= 0 and os.isatty(stream)
 
 
 def _import_path(environ: dict[str, str]) -> list[str]:
