@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import template
 from processes import run
 
 PROGRAM = '''
@@ -70,7 +71,7 @@ def outcome(word: str, size: int, case: str) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "program.py")
         program.write_text(PROGRAM)
-        done = run([*before, program, word, str(size), case], fresh=word == "spawn")
+        done = run([*before, program, word, str(size), case], fresh=word == "spawn", **{template.FORKS: "yes"})
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if " waits for " not in line]  # on a busy machine
 

@@ -260,7 +260,7 @@ SAVE = next(number for number, text in enumerate(ALONE.splitlines(), 1) if "fabr
 def end_alone(tmp_path: Path, *words: str, by: Sequence[str] = ()) -> str:
     """What the job prints to stderr until it fails. `by`: the program that starts its ranks."""
     (tmp_path / "program.py").write_text(ALONE)
-    with running([*by, tmp_path / "program.py", *words]) as program:
+    with running([*by, tmp_path / "program.py", *words], **{template.FORKS: "yes"}) as program:
         _, output = program.process.communicate(timeout=60)
     assert program.process.returncode == 1, output
     return output
@@ -312,7 +312,7 @@ def test_on_a_terminal_a_report_begins_below_the_progress_bar_and_is_wrapped_at_
     (tmp_path / "program.py").write_text(ALONE)
     master, slave = pty.openpty()
     command = [sys.executable, str(tmp_path / "program.py"), "saves", "ddp", "4"]
-    environ = {**os.environ, "COLUMNS": str(width), "TERM": "xterm"}
+    environ = {**os.environ, "COLUMNS": str(width), "TERM": "xterm", template.FORKS: "yes"}
     with template.Popen(command, stdout=slave, stderr=slave, env=environ, cwd=tmp_path) as process:
         os.close(slave)
         seen = b""

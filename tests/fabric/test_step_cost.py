@@ -9,11 +9,11 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from types import FrameType
-from typing import Any
+from cProfile import Profile
+from functools import cache, partial
+from types import CodeType, FunctionType, ModuleType
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ LIMITS = {
     "deepspeed_stage_2_offload": (2, 46),
     "deepspeed_stage_3_offload": (2, 58),
 }
-"""Ranks, and the most calls of a step, on average over `COUNTED` steps."""
+"""Ranks, and the most calls of a step, on average over as many as share a draw of batches."""
 SAME = {
     "ddp_spawn": "ddp",
     "ddp_fork": "ddp",
@@ -53,34 +53,52 @@ SAME = {
 }
 """Those that differ from another one in how processes are started, or not at all."""
 
-EARLY = 130
-COUNTED = 64
-"""As many batches are drawn at a time. None of these steps is watched by the sanitizer: it is no power of two, and none
-of those after 258 or 1,200 is."""
+EARLY, LATE = 65, 130
+COUNTED = 61
+"""64 batches are drawn at a time. Each of these windows lies between two draws, and between steps that the sanitizer
+watches; the step after the late one draws."""
 
 
 @contextmanager
 def counting(calls: Counter[str]) -> Iterator[None]:
-    """Count Python calls of the package's frames, by name."""
-
-    def note(frame: FrameType, event: str, arg: Any) -> None:
-        if event == "call" and (module := str(frame.f_globals.get("__name__"))).startswith("fabric."):
-            calls[f"{module}.{frame.f_code.co_name}"] += 1
-
-    sys.setprofile(note)
-    try:
+    """Count Python calls of the package's frames, by name. A step calls thousands of frames of torch, so that a profile
+    function in Python would take longer than the step."""
+    profile = Profile(subcalls=False, builtins=False)
+    with profile:
         yield
-    finally:
-        sys.setprofile(None)
+    found = {each.code: each.callcount for each in profile.getstats() if isinstance(each.code, CodeType)}
+    files = {vars(module).get("__file__"): name for name, module in modules_of_the_package().items()}
+    for code, number in found.items():
+        if (module := files.get(code.co_filename) or generated().get(code)) is not None:
+            calls[f"{module}.{code.co_name}"] += number
 
 
-def train(fabric: Fabric, late: int, is_monitored: bool = False) -> list[tuple[Counter[str], int]]:
-    """After `EARLY` steps, and after `late`: the calls of `COUNTED` steps, and how many objects Python's collector
-    knows."""
+def modules_of_the_package() -> dict[str, ModuleType]:
+    return {name: module for name, module in list(sys.modules.items()) if name.startswith("fabric.")}
+
+
+@cache
+def generated() -> dict[CodeType, str]:
+    """Methods that dataclasses have written, which have no file, and their modules."""
+    classes = [
+        (name, kind)
+        for name, module in modules_of_the_package().items()
+        for kind in vars(module).values()
+        if isinstance(kind, type) and kind.__module__ == name
+    ]
+    methods = [(name, each) for name, kind in classes for each in vars(kind).values() if isinstance(each, FunctionType)]
+    return {each.__code__: name for name, each in methods if each.__code__.co_filename == "<string>"}
+
+
+def train(
+    fabric: Fabric, starts: Sequence[int], is_monitored: bool = False
+) -> tuple[list[Counter[str]], list[int], Counter[str]]:
+    """The calls of `COUNTED` steps after each of these numbers of steps, how many objects Python's collector knows
+    then, and the calls of the step that follows the last of them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-    num_samples = 4 * (late + 2 * COUNTED) * fabric.world_size
+    num_samples = 4 * (starts[-1] + COUNTED + 64) * fabric.world_size
     samples = TensorDataset(torch.randn(num_samples, 8), torch.randn(num_samples, 1))
     loader = iter(fabric.setup_dataloaders(DataLoader(samples, batch_size=4)))
     if is_monitored:
@@ -92,17 +110,22 @@ def train(fabric: Fabric, late: int, is_monitored: bool = False) -> list[tuple[C
         fabric.backward((model(x) - y).square().mean())
         optimizer.step()
 
-    found = []
-    for num_steps in (EARLY, late - EARLY - COUNTED):
+    def count(num_steps: int) -> Counter[str]:
         calls: Counter[str] = Counter()
-        for _ in range(num_steps):
-            step()
-        for _ in range(COUNTED):
-            with counting(calls):
+        with counting(calls):
+            for _ in range(num_steps):
                 step()
+        return calls
+
+    done, windows, objects = 0, [], []
+    for start in starts:
+        for _ in range(start - done):
+            step()
+        windows.append(count(COUNTED))
+        done = start + COUNTED
         gc.collect()
-        found.append((calls, len(gc.get_objects())))
-    return found
+        objects.append(len(gc.get_objects()))
+    return windows, objects, count(1)
 
 
 def runs_the_same_frames(name: str) -> tuple[pytest.MarkDecorator, ...]:
@@ -111,17 +134,19 @@ def runs_the_same_frames(name: str) -> tuple[pytest.MarkDecorator, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [258, pytest.param(1200, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("late", [LATE, pytest.param(LATE + 17 * 64, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=runs_the_same_frames(name)) for name in LIMITS])
 def test_a_late_step_costs_what_an_early_one_did_and_no_more_than_its_limit(name: str, late: int) -> None:
     preload()
     size, limit = LIMITS[name]
     make = WITH_A_FUNCTION.get((name, size)) or partial(make_strategy, name)
     fabric = Fabric(accelerator="cpu", devices=size, strategy=make(), launcher="forkserver")
-    (early, early_objects), (calls, objects) = fabric.launch(train, late)
+    (early, calls), (early_objects, objects), drawing = fabric.launch(train, (EARLY, late))
     assert calls.total() <= early.total() + COUNTED, (calls - early).most_common(10)
     assert objects <= early_objects + (late - EARLY) // 10
-    assert early.total() <= limit * COUNTED, [(each, number / COUNTED) for each, number in early.most_common()]
+    assert drawing.total() * COUNTED > calls.total(), "no batches were drawn"
+    calls, num_steps = calls + drawing, COUNTED + 1
+    assert calls.total() <= limit * num_steps, [(each, number / num_steps) for each, number in calls.most_common()]
 
 
 @pytest.mark.slow
@@ -129,9 +154,9 @@ def test_a_late_step_costs_what_an_early_one_did_and_no_more_than_its_limit(name
 def test_a_step_with_a_monitor_makes_at_most_six_calls_more(name: str) -> None:
     preload()
     fabric = Fabric(accelerator="cpu", devices=2, strategy=name, launcher="forkserver")
-    late = EARLY + COUNTED
-    (without, _), (with_it, _) = (fabric.launch(train, late, is_on)[0] for is_on in (False, True))
-    assert 0 < with_it.total() - without.total() <= 6 * COUNTED, (with_it - without).most_common(10)
+    (without, *_, drawing), (with_it, *_, with_drawing) = (fabric.launch(train, [LATE], on) for on in (False, True))
+    calls, more = without[0] + drawing, with_it[0] + with_drawing
+    assert 0 < more.total() - calls.total() <= 6 * (COUNTED + 1), (more - calls).most_common(10)
 
 
 def test_every_strategy_that_runs_here_has_a_limit() -> None:

@@ -1,15 +1,18 @@
 """Start Python programs as forks of one process that has imported torch and fabric: 0.03 s of CPU each, not 4 s.
 
-`Popen` and `run` are those of `subprocess`, for programs of `sys.executable`. A command, a script or a module is forked
-from the template; anything else (Python's own options, variables that Python or a library reads at its start, another
-copy of fabric, a terminal) is a fresh interpreter, and so is what a test calls `fresh`: one that is about what a
-program imports, or about destructors at its end, which do not run in a fork.
+`Popen` and `run` are those of `subprocess`, for programs of `sys.executable`. A command, a script, a module or a text
+from stdin is forked from the template; anything else (Python's own options, variables that Python or a library reads at
+its start, another copy of fabric, a terminal) is a fresh interpreter, and so is what a test calls `fresh`: one that is
+about what a program imports, or about destructors at its end, which do not run in a fork.
 
 The fork runs its program in a new `__main__`, with its own environment, arguments, import path and standard streams.
 What it keeps of the template: imported modules, and the command line in /proc. The environment that /proc shows of it
 says which test it belongs to, because the mark is written over a place that was reserved for it.
 The template computes nothing, so that its forks can compute, and can fork ranks. A fork server that a program starts
 for its ranks is forked from the template as well. Tests that launch ranks from their own process start a real one.
+With `FORKS` in its environment, so are all programs that it starts, and one that it becomes by `execve` runs in the
+same process, also on a terminal: for tests that are about neither `preexec_fn` nor the hash seed, which a fork cannot
+have.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ import threading
 from typing import Any, NoReturn
 
 MARK = "FABRIC_TEST_MARK"
+FORKS = "FABRIC_TEST_FORKS"
 NO_MARK = "0" * 32
+ADDRESS = "\0fabric-template-{}"
 NUMBER = struct.Struct("!i")
 MAX_REQUEST_BYTES = 1 << 18
 PRELOAD = (
@@ -41,9 +46,12 @@ PRELOAD = (
     "fabric.strategies.data.loaders",
     "fabric.strategies.ddp.strategy",
 )
+OF_LAUNCHERS = os.sep + "launchers" + os.sep
 FORK_SERVER = os.path.join("launchers", "supervision", "fork_server.py")
 READ_AT_START = ("COVERAGE", "CUDA", "GOMP_", "JEMALLOC", "KMP_", "LD_", "MALLOC", "MKL_", "OPENBLAS_", "TORCH_")
 """Prefixes of variables which libraries read when they are loaded: a program that gets another value is not forked."""
+READ_IN_VAIN = ("PYTHONHASHSEED", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+"""But for these with `FORKS`: `fabric verify` and torchrun set them."""
 
 
 class Template:
@@ -123,6 +131,17 @@ def end() -> None:
             one.close()
 
 
+def address() -> str:
+    """What a fresh interpreter needs for `adopt`."""
+    return str(template().process.pid)
+
+
+def adopt(address: str) -> None:
+    """In a fresh interpreter: fork its fork server from the template, which has imported what that would import."""
+    _templates[:] = [Parent(ADDRESS.format(address), dict(os.environ))]
+    subprocess.Popen = PopenOfPrograms  # type: ignore[misc]
+
+
 class Popen(subprocess.Popen[Any]):
     """A Python program that the template forks, where it can; a fresh interpreter where it cannot."""
 
@@ -176,15 +195,33 @@ class Popen(subprocess.Popen[Any]):
 
 class PopenOfPrograms(Popen):
     """What a forked program has for `subprocess.Popen`: its fork server is forked, and so is its own file, if it starts
-    that again. All else is as it was."""
+    that again, and with `FORKS` any program but the ranks and the guardian of a launch. All else is as it was."""
 
     def __init__(self, args: Any, *more: Any, **options: Any) -> None:
-        is_fork_server = isinstance(args, list) and len(args) == 3 and str(args[1]).endswith(FORK_SERVER)
-        is_own_file = (
-            isinstance(args, list) and len(args) > 1 and args[1] == vars(sys.modules["__main__"]).get("__file__")
-        )
-        forked = (is_fork_server or is_own_file) and all(map(_is_open, range(3)))
+        words = [*map(str, args)] if isinstance(args, (list, tuple)) and len(args) > 1 else [""] * 2
+        is_fork_server = len(words) == 3 and words[1].endswith(FORK_SERVER)
+        is_own_file = words[1] == vars(sys.modules["__main__"]).get("__file__")
+        is_program = FORKS in os.environ and bool(words[1]) and OF_LAUNCHERS not in words[1]
+        if is_program and words[1] == "-u":  # of torchrun
+            args = [words[0], *words[2:]]
+        forked = (is_fork_server or is_own_file or is_program) and all(map(_is_open, range(3)))
         super().__init__(args, *more, fresh=not forked, **options)
+
+
+class Replaced(BaseException):
+    """A forked program calls `execve`, to become this one."""
+
+    def __init__(self, argv: list[str], environ: dict[str, str]) -> None:
+        self.argv, self.environ = argv, environ
+
+
+def _execve(path: str, argv: list[str], environ: dict[str, str]) -> NoReturn:
+    if _can_be_forked(argv, {"env": environ}):
+        raise Replaced(argv, environ)
+    _real_execve(path, argv, environ)
+
+
+_real_execve = os.execve
 
 
 def _is_open(fd: int) -> bool:
@@ -224,18 +261,21 @@ def _can_be_forked(arguments: list[str], options: dict[str, Any]) -> bool:
     environ = dict(os.environ if given is None else given)
     started = template().environ
     changed = {name for name in {*environ, *started} if environ.get(name) != started.get(name)}
+    same = {"PYTHONPATH", *(READ_IN_VAIN if FORKS in environ else ())}
     streams = [options.get(name) for name in ("stdin", "stdout", "stderr")]
     return (
         sys.platform == "linux"
         and os.fspath(arguments[0]) == sys.executable
         and len(arguments) > 1
-        and (str(arguments[1]) in ("-c", "-m") or not str(arguments[1]).startswith("-"))
-        and not any(name.startswith(READ_AT_START) for name in changed)
-        and not any(name.startswith("PYTHON") and name != "PYTHONPATH" for name in changed)
+        and (str(arguments[1]) in ("-", "-c", "-m") or not str(arguments[1]).startswith("-"))
+        and not any(name.startswith((*READ_AT_START, "PYTHON")) for name in changed - same)
         and not any(os.path.exists(os.path.join(path, "fabric")) for path in _import_path(environ))
-        and not any(isinstance(stream, int) and stream >= 0 and os.isatty(stream) for stream in streams)
-        and not any(stream is None and os.isatty(fd) for fd, stream in enumerate(streams))
+        and (FORKS in environ or not any(map(_is_terminal, range(3), streams)))
     )
+
+
+def _is_terminal(fd: int, stream: Any) -> bool:
+    return os.isatty(fd) if stream is None else isinstance(stream, int) and stream >= 0 and os.isatty(stream)
 
 
 def _import_path(environ: dict[str, str]) -> list[str]:
@@ -248,7 +288,7 @@ class Server:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(f"\0fabric-template-{os.getpid()}")
+        self._listener.bind(ADDRESS.format(os.getpid()))
         self._listener.listen()
         self.parent = Parent(self._listener.getsockname().decode(), dict(os.environ))
         self._statuses: dict[int, int] = {}
@@ -358,6 +398,7 @@ def _follow(call: dict[str, Any]) -> None:
 
     _set_num_threads(call["environ"].get("OMP_NUM_THREADS"))
     first, *rest = call["argv"][1:]
+    path = list(sys.path)
     sys.orig_argv[:] = call["argv"]
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # as `import multiprocessing` has it
@@ -367,9 +408,10 @@ def _follow(call: dict[str, Any]) -> None:
         sys.path.insert(0, call["cwd"])
         body = partial(runpy._run_module_as_main, rest[0])
     else:
-        if first == "-c":
-            code, folder, arguments = compile(rest[0], "<string>", "exec", dont_inherit=True), "", rest[1:]
-            sys.argv[:] = ["-c", *arguments]
+        if first in ("-", "-c"):
+            text, *arguments = rest if first == "-c" else (sys.stdin.read(), *rest)
+            code = compile(text, "<string>" if first == "-c" else "<stdin>", "exec", dont_inherit=True)
+            sys.argv[:], folder = [first, *arguments], ""
         else:
             sys.argv[:], folder = [first, *rest], os.path.dirname(os.path.realpath(first))
             with open(first, "rb") as source:
@@ -377,9 +419,11 @@ def _follow(call: dict[str, Any]) -> None:
             vars(main)["__file__"] = os.path.abspath(first)
         sys.path.insert(0, folder)
         body = partial(exec, code, vars(main))
-    code = 0
+    code, other = 0, {}
     try:
         body()
+    except Replaced as replaced:
+        other = {"argv": replaced.argv, "environ": replaced.environ}
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
         if code == 1 and error.code != 1:
@@ -391,6 +435,11 @@ def _follow(call: dict[str, Any]) -> None:
         if isinstance(error, KeyboardInterrupt):
             _end_by_interrupt()
         code = 1
+    if other:
+        sys.path[:] = path
+        os.environ.clear()
+        os.environ.update(other["environ"])
+        _follow({**call, **other})
     _end(code)
 
 
@@ -464,6 +513,8 @@ if __name__ == "__main__":
     _call = _server.serve()
     _templates[:] = [_server.parent]
     subprocess.Popen = PopenOfPrograms  # type: ignore[misc]
+    if FORKS in _call["environ"]:
+        os.execve = _execve
     if len(_call["environ"].get(MARK, "")) == len(NO_MARK):
         _write_mark(_address, _call["environ"][MARK])
     _follow(_call)

@@ -8,12 +8,14 @@ import unittest
 from pathlib import Path
 
 import pytest
+import template
 from processes import run
 
 from fabric.launchers import Rendezvous, Topology, World
 from fabric.launchers.choose import choose_launcher
 from fabric.launchers.launcher import External
 
+HARNESS = str(Path(template.__file__).parent)
 TWO = Topology(num_processes=2)
 WORLD = World(
     rank=1,
@@ -139,9 +141,10 @@ def test_dash_c_and_stdin_run_a_function() -> None:
 
 @pytest.mark.slow
 def test_an_interactive_session_launches_a_function_and_refuses_launch_without_one() -> None:
-    done = run(["-i", "-q"], stdin=lines(CALL) + "\n")
+    adopt = f"import sys, template; template.adopt({template.address()!r})\n"
+    done = run(["-i", "-q"], stdin=f"{adopt}{lines(CALL)}\n{ENTER}\n", PYTHONPATH=HARNESS)
     assert "result 42\n" in done.stdout, done.stderr
-    done = run(["-i", "-q"], stdin=lines(ENTER) + "\n")
+    assert "rank" not in printed(done)
     assert "Pass what they do as a function: `launch(function)`" in done.stderr
 
 
@@ -291,9 +294,11 @@ class Numbers(torch.utils.data.Dataset):
 
 fabric = Fabric(accelerator="cpu", strategy="ddp", devices=int(sys.argv[2]), launcher=sys.argv[1])
 fabric.launch()
-loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
+workers = {"num_workers": 1, "multiprocessing_context": "spawn"} if fabric.global_rank == 0 else {}
+loader = DataLoader(Numbers(), **workers)
 for batch in fabric.setup_dataloaders(loader):
-    os.write(1, b"batch\\n")
+    if workers:
+        os.write(1, b"batch\\n")
 """
 
 
@@ -319,7 +324,8 @@ fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher=sys.argv[
 
 if __name__ == "__main__":
     fabric.launch()
-    loader = DataLoader(list(range(4)), num_workers=1, multiprocessing_context="spawn")
+    workers = {"num_workers": 1, "multiprocessing_context": "spawn"} if fabric.global_rank == 0 else {}
+    loader = DataLoader(list(range(4)), **workers)
     for batch in fabric.setup_dataloaders(loader):
         os.write(1, b"batch\\n")
 """
@@ -383,7 +389,8 @@ def test_a_child_process_of_a_rank_is_no_rank(
 ) -> None:
     (tmp_path / "program.py").write_text(PARENT)
     (tmp_path / "child.py").write_text(CHILD)
-    done = run([tmp_path / "program.py", launcher, tmp_path / "child.py", str(size), strategy, way])
+    arguments = [tmp_path / "program.py", launcher, tmp_path / "child.py", str(size), strategy, way]
+    done = run(arguments, **{template.FORKS: "yes"})
     assert done.returncode == 0, done.stderr
     words = [f"child {rank} of {size} {float(size)}" for rank in range(size)] * 2
     assert sorted(done.stdout.splitlines()) == sorted(words if way == "program" else [])
@@ -393,6 +400,10 @@ POOL = """
 import multiprocessing, sys
 from concurrent.futures import ProcessPoolExecutor
 from fabric import Fabric
+
+if __name__ != "__main__":
+    import template
+    template.adopt(sys.argv[1])
 
 def work(fabric, number):
     return int(fabric.all_reduce(number, reduce_op="sum"))
@@ -418,7 +429,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_a_worker_of_a_process_pool_launches_functions_of_its_script_and_is_refused_lines(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(POOL)
-    done = run([tmp_path / "program.py"])
+    done = run([tmp_path / "program.py", template.address()], PYTHONPATH=HARNESS)
     *results, refused = done.stdout.splitlines()
     assert results == ["6"] * 3, done.stderr
     assert refused.startswith("`launch()` in concurrent.futures: ")
@@ -428,21 +439,21 @@ MOVED = """
 import os, sys
 if sys.argv[1] == "before":
     os.chdir(sys.argv[2])
-from fabric import Fabric
-begun = os.getcwd()
+from fabric.launchers import Topology, detect_world
+from fabric.launchers.choose import choose_launcher
 if sys.argv[1] == "after":
     os.chdir(sys.argv[2])
 
-def work(fabric):
-    return fabric.world_size
+def work(world):
+    return world.size
 
 if __name__ == "__main__":
-    fabric = Fabric(accelerator="cpu", devices=2, launcher=sys.argv[3])
-    if sys.argv[3] == "script":
-        fabric.launch()
-        os.write(1, f"{fabric.global_rank} {os.getcwd()} {os.path.isabs(__file__)}\\n".encode())
+    function, world = None if sys.argv[3] == "script" else work, detect_world(os.environ)
+    launcher = choose_launcher(sys.argv[3], Topology(num_processes=2), function=function, world=world)
+    if function is None:
+        os.write(1, f"{launcher.enter().rank} {os.getcwd()} {os.path.isabs(__file__)}\\n".encode())
     else:
-        os.write(1, f"{fabric.launch(work)} ranks\\n".encode())
+        os.write(1, f"{launcher.launch(work)} ranks\\n".encode())
 """
 
 

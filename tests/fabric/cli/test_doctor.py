@@ -99,7 +99,7 @@ def test_doctor_prints_tables_of_the_same_report() -> None:
 def on_terminal(width: int, *arguments: str) -> list[str]:
     """The lines that doctor prints on a terminal of this width."""
     master, slave = pty.openpty()
-    environ = {**os.environ, "COLUMNS": str(width), "TERM": "dumb"}
+    environ = {**os.environ, "COLUMNS": str(width), "TERM": "dumb", template.FORKS: "yes"}
     process = template.Popen([sys.executable, "-m", "fabric", "doctor", *arguments], stdout=slave, env=environ)
     os.close(slave)
     seen = b""

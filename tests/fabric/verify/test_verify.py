@@ -673,10 +673,12 @@ for batch in fabric.setup_dataloaders(torch.utils.data.DataLoader(torch.randn(64
 
 
 def command(*arguments: str, at: Path) -> subprocess.CompletedProcess[str]:
+    """Run `fabric verify`. It starts the program as a fork; with an interpreter of its own it does so in the test of
+    signals, and in test_verified_examples.py."""
     return template.run(
         [sys.executable, "-m", "fabric", "verify", *arguments],
         cwd=at,
-        env={**os.environ, "TMPDIR": str(at)},
+        env={**os.environ, "TMPDIR": str(at), template.FORKS: "yes"},
         capture_output=True,
         text=True,
         timeout=280,

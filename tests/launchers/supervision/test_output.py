@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import template
 from processes import run, running
 
 from fabric.launchers.process.failure import REASONS
@@ -46,6 +47,10 @@ def command(folder: Path, launcher: str, devices: int = 2, how: str = "", *optio
     return ["-m", "fabric", "run", *logs, *options, folder / "program.py", launcher, str(devices), how]
 
 
+FORKED = {template.FORKS: "yes"}
+"""The program that `fabric run` becomes runs in the same process."""
+
+
 def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted((folder / "logs").glob("*.log"))}
 
@@ -74,7 +79,7 @@ def test_each_rank_has_a_file_with_all_that_it_and_its_subprocesses_print(tmp_pa
 
 @pytest.mark.slow
 def test_each_line_is_shown_with_its_rank_and_never_mixed_with_another(tmp_path: Path) -> None:
-    done = run(command(tmp_path, "fork", 2, "", "--prefix-output"))
+    done = run(command(tmp_path, "fork", 2, "", "--prefix-output"), **FORKED)
     lines = sorted(done.stdout.splitlines())
     assert lines == sorted(
         f"[rank {rank}] {words}" for rank in (0, 1) for words in ("from Python", LARGE, "the last words")
@@ -87,7 +92,7 @@ def test_each_line_is_shown_with_its_rank_and_never_mixed_with_another(tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "words"), [("raise", "ValueError: boom"), ("kill", "the last words")])
 def test_the_file_of_a_rank_that_fails_ends_with_its_traceback(tmp_path: Path, how: str, words: str) -> None:
-    done = run(command(tmp_path, "fork", 2, how))
+    done = run(command(tmp_path, "fork", 2, how), **FORKED)
     assert done.returncode == 1
     text = contents(tmp_path)["rank-1.log"]
     assert "the last words" in text
@@ -112,7 +117,7 @@ def test_a_second_start_continues_the_file_and_one_process_has_a_file_too(tmp_pa
 
 @pytest.mark.slow
 def test_lines_are_in_the_file_while_the_rank_runs_and_ctrl_c_names_the_files(tmp_path: Path) -> None:
-    with running(command(tmp_path, "fork", 2, "wait", "--prefix-output")) as program:
+    with running(command(tmp_path, "fork", 2, "wait", "--prefix-output"), **FORKED) as program:
         program.wait_for("the last words\n", times=2)
         assert all("the last words" in text for text in contents(tmp_path).values())
         program.process.send_signal(signal.SIGINT)
