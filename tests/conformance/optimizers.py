@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from worlds import run_world
 
 from fabric import Fabric
+from fabric.launchers.world import World
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from fabric.strategies.tensors.dtensor import whole
 from fabric.strategies.tensors.nests import tensors_in
@@ -140,16 +141,21 @@ def trained(fabric: Fabric | None, name: str) -> Trained:
     return Trained({key: value.clone() for key, value in model.state_dict().items()})
 
 
-def run_all(fabric: Fabric, names: Sequence[str]) -> dict[str, Trained | str]:
-    """What each optimizer does, or the sentence with which `setup` refuses it."""
+def run_all(world: World, strategies: Sequence[str], names: Sequence[str]) -> list[dict[str, Trained | str]]:
+    """What each optimizer does under each strategy, or the sentence with which `setup` refuses it."""
     torch.set_num_threads(1)
-    found: dict[str, Trained | str] = {}
-    for name in names:
-        try:
-            found[name] = trained(fabric, name)
-        except ValueError as error:
-            found[name] = str(error)
-    return found
+    several = []
+    for strategy in strategies:
+        with Fabric(accelerator="cpu", devices=world.size, strategy=STRATEGIES[strategy][1]) as fabric:
+            fabric.launch()
+            found: dict[str, Trained | str] = {}
+            for name in names:
+                try:
+                    found[name] = trained(fabric, name)
+                except ValueError as error:
+                    found[name] = str(error)
+            several.append(found)
+    return several
 
 
 class Seen(NamedTuple):
@@ -161,20 +167,25 @@ class Seen(NamedTuple):
     """In units of those of the weights."""
 
 
-def seen_under(strategy: str, names: Sequence[str]) -> dict[str, Seen | str]:
-    """Each optimizer beside one process and beside SGD, or the sentence with which `setup` refuses it."""
+def seen_under(strategies: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, Seen | str]]:
+    """Each optimizer under each strategy, beside one process and beside SGD, or the sentence with which `setup` refuses
+    it. Strategies of as many ranks run in the same ones, which import the optimizers once."""
     torch.set_num_threads(1)
-    size, made = STRATEGIES[strategy]
-    fabric = Fabric(accelerator="cpu", devices=size, strategy=made, launcher="forkserver")
-    found = fabric.launch(partial(run_all, names=names))
-    assert found is not None
-    sgd = found[SGD]
-    assert isinstance(sgd, Trained)
-    return {name: each if isinstance(each, str) else compare(name, each, sgd) for name, each in found.items()}
+    expected = {name: trained(None, name).weights for name in names}
+    seen: dict[str, dict[str, Seen | str]] = {}
+    for size in {STRATEGIES[strategy][0] for strategy in strategies}:
+        of_size = [strategy for strategy in strategies if STRATEGIES[strategy][0] == size]
+        for strategy, found in zip(of_size, run_world(size, run_all, of_size, names)[0], strict=True):
+            sgd = found[SGD]
+            assert isinstance(sgd, Trained)
+            seen[strategy] = {
+                name: each if isinstance(each, str) else compare(expected[name], each, sgd)
+                for name, each in found.items()
+            }
+    return {strategy: seen[strategy] for strategy in strategies}
 
 
-def compare(name: str, found: Trained, sgd: Trained) -> Seen:
-    expected = trained(None, name).weights
+def compare(expected: Mapping[str, Tensor], found: Trained, sgd: Trained) -> Seen:
     num_bytes = sum(weight.nbytes for weight in expected.values())
     return Seen(
         difference(expected, found.weights),
@@ -227,10 +238,9 @@ def in_page(strategy: str) -> dict[str, str]:
 def main() -> None:
     """Measure, and write the page; writes nothing if numbers differ."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles its step, a minute for each rank
-    seen = {}
-    for strategy in STRATEGIES:
-        seen[strategy] = seen_under(strategy, installed())
-        print(strategy, column(seen[strategy]), flush=True)
+    seen = seen_under(list(STRATEGIES), installed())
+    for strategy, each in seen.items():
+        print(strategy, column(each), flush=True)
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(before + BEGIN + table(seen) + END + rest.split(END)[1])
 

@@ -194,7 +194,7 @@ def save(fabric: Fabric, folder: str) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("programs")
-    Fabric(accelerator=ACCELERATOR, strategy="fsdp", devices=6).launch(save, str(folder))
+    Fabric(accelerator=ACCELERATOR, strategy="fsdp", devices=3).launch(save, str(folder))
     (folder / "file").touch()
     return str(folder)
 

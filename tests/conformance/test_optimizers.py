@@ -17,15 +17,23 @@ def test_the_page_has_every_optimizer_under_every_strategy() -> None:
         assert in_page(strategy).keys() == OPTIMIZERS.keys(), "run `make optimizers`, with all packages"
 
 
+MEASURED = ("ddp, shard_optimizer", "fsdp", "model_parallel")
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # torchao compiles its step, a minute for each rank
+        return seen_under(MEASURED, installed())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp, shard_optimizer", "fsdp", "model_parallel"])
+@pytest.mark.parametrize("strategy", MEASURED)
 def test_an_optimizer_trains_as_in_one_process_or_is_refused_as_the_page_says(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
+    strategy: str, seen: dict[str, dict[str, Any]]
 ) -> None:
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # torchao compiles its step, a minute for each rank
-    names = installed()
     page = in_page(strategy)
-    assert column(seen_under(strategy, names)) == {name: page[name] for name in names}
+    assert column(seen[strategy]) == {name: page[name] for name in installed()}
 
 
 def losses_of_deepspeeds_muon(fabric: Fabric) -> list[float]:

@@ -15,9 +15,9 @@ from fabric.launchers.world import World
 from fabric.strategies import FSDPStrategy, ManualContext, ManualStrategy, ModelParallelStrategy, Parallelized, Strategy
 from fabric.strategies.strategy_registry import make_strategy
 
-WIDTH, SAMPLES = 64, 4096
+WIDTH, SAMPLES = 8, 32768
 SAVED_BYTES = WIDTH * SAMPLES * 4
-"""1 MiB: the least that is offloaded."""
+"""1 MiB: the least that is offloaded. Layers are narrow, so that few numbers are multiplied for so much memory."""
 
 
 class Block(nn.Module):
@@ -31,9 +31,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = 3) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(6)))
+        self.blocks = nn.Sequential(*(Block() for _ in range(num_blocks)))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.blocks(x)
@@ -59,8 +59,11 @@ OTHERS: dict[str, Strategy] = {
 }
 
 
-def train(world: World, strategy: Strategy, compiles: bool) -> tuple[list[Any], int]:
-    """The weights after steps with accumulation, and the bytes that a forward leaves on the device."""
+Trained = tuple[list[Any], int]
+"""The weights after steps with accumulation, and the bytes that a forward leaves on the device."""
+
+
+def train(world: World, strategy: Strategy, compiles: bool) -> Trained:
     with Fabric(accelerator="cuda", strategy=strategy, devices=world.size) as fabric:
         fabric.launch()
         torch.manual_seed(0)
@@ -82,6 +85,11 @@ def train(world: World, strategy: Strategy, compiles: bool) -> tuple[list[Any], 
         return [each.tolist() for each in state.values()], held
 
 
+def train_each(world: World, runs: list[tuple[Strategy, bool]]) -> list[Trained]:
+    """One after the other, each with a process group of its own."""
+    return [train(world, strategy, compiles) for strategy, compiles in runs]
+
+
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -100,23 +108,35 @@ def train(world: World, strategy: Strategy, compiles: bool) -> tuple[list[Any], 
 )
 def test_gradients_are_bit_equal_and_the_device_holds_less(name: str, size: int) -> None:
     strategy = OTHERS[name] if name in OTHERS else make_strategy(name)
-    ((plain, held), *_) = run_world(size, train, strategy, False)
-    ((found, less), *_) = run_world(size, train, replace(strategy, activation_offload={Block}), False)
+    offloaded = replace(strategy, activation_offload={Block})
+    (plain, held), (found, less) = run_world(size, train_each, [(strategy, False), (offloaded, False)])[0]
     assert found == plain
     # Of each block: its input, and that of `down`, which is twice as wide. The output of the last one stays.
-    assert held - less >= 17 * SAVED_BYTES, (held, less)
+    assert held - less >= 8 * SAVED_BYTES, (held, less)
     assert less <= 2 * SAVED_BYTES
 
 
+@pytest.fixture(scope="module")
+def combined() -> dict[str, Trained]:
+    """DDP alone, with recomputation, and with both, the last two also compiled; of one world."""
+    plain = make_strategy("ddp")
+    recomputed = replace(plain, activation_checkpointing_policy="blocks")
+    both = replace(recomputed, activation_offload="blocks")
+    runs = {"plain": (plain, False)} | {
+        f"{name}, {compiles}": (strategy, compiles)
+        for compiles in (False, True)
+        for name, strategy in (("recomputed", recomputed), ("both", both))
+    }
+    return dict(zip(runs, run_world(2, train_each, list(runs.values()))[0], strict=True))
+
+
 @pytest.mark.parametrize("compiles", [False, True])
-def test_it_combines_with_recomputation_and_with_the_compiler(compiles: bool) -> None:
-    strategy = make_strategy("ddp")
-    plain, _ = run_world(2, train, strategy, False)[0]
-    recomputed = replace(strategy, activation_checkpointing_policy="blocks")
-    _, held = run_world(2, train, recomputed, compiles)[0]
-    found, less = run_world(2, train, replace(recomputed, activation_offload="blocks"), compiles)[0]
+def test_it_combines_with_recomputation_and_with_the_compiler(compiles: bool, combined: dict[str, Trained]) -> None:
+    plain, _ = combined["plain"]
+    _, held = combined[f"recomputed, {compiles}"]
+    found, less = combined[f"both, {compiles}"]
     assert found == plain
-    assert held - less >= 5 * SAVED_BYTES, (held, less)  # the inputs of the blocks
+    assert held - less >= 2 * SAVED_BYTES, (held, less)  # the inputs of the blocks, but that of the last
 
 
 def test_the_graph_may_be_read_twice() -> None:
@@ -136,7 +156,7 @@ def test_what_a_block_saved_comes_back_before_backward_reaches_the_block() -> No
     strategy = replace(make_strategy("single_device"), activation_offload={Block})
     with Fabric(accelerator="cuda", strategy=strategy, devices=1) as fabric:
         torch.manual_seed(0)
-        net = Net()
+        net = Net(num_blocks=6)
         model = fabric.setup_module(net)
         for number, block in enumerate(net.blocks):
             block.register_full_backward_pre_hook(lambda *_, number=number: events.append(f"backward of {number}"))

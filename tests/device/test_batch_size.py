@@ -12,14 +12,14 @@ from worlds import run_world
 from fabric import Fabric
 from fabric.launchers.world import World
 
-WIDTH = 2**18
-"""A sample has 1 MiB."""
+WIDTH = 2**16
+"""A sample has 256 KiB."""
 
 
 def find(world: World, strategy: str) -> Any:
     with Fabric(accelerator="cuda", strategy=strategy, devices=world.size) as fabric:
         fabric.launch()
-        pretended_cuda.limit_memory(fabric.device.index, (512 - 256 * fabric.global_rank) * 2**20)
+        pretended_cuda.limit_memory(fabric.device.index, (128 - 64 * fabric.global_rank) * 2**20)
         net = nn.Sequential(nn.Linear(1, 1), nn.Tanh())
         model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
         before = torch.cuda.memory_allocated()
@@ -29,7 +29,7 @@ def find(world: World, strategy: str) -> Any:
 
         found = fabric.find_batch_size(run, start=4)
         assert torch.cuda.memory_allocated() == before
-        assert torch.cuda.memory_reserved() < 32 * 2**20
+        assert torch.cuda.memory_reserved() < 8 * 2**20
         run(found)
         optimizer.step()
         return found

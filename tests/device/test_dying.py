@@ -36,7 +36,8 @@ how, seconds, report = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
 launcher = "external" if "TORCHELASTIC_RUN_ID" in os.environ else "fork"
 times = {"timeout_seconds": seconds, "report_after_seconds": report}
 # In a watched step calls would be compared before they run, and none would wait on a device.
-fabric = Fabric(accelerator="cuda", devices=3, strategy="ddp", launcher=launcher, sanitize=False, **times)
+num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", 3))
+fabric = Fabric(accelerator="cuda", devices=num_devices, strategy="ddp", launcher=launcher, sanitize=False, **times)
 fabric.launch()
 model = torch.nn.Linear(4, 1)
 model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -121,7 +122,7 @@ def test_a_rank_that_leaves_ends_the_job_long_before_the_timeout(tmp_path: Path)
 
 
 def test_ranks_of_torchrun_end_themselves_after_the_timeout(tmp_path: Path) -> None:
-    by_torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    by_torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with running([*by_torchrun, *going_wrong(tmp_path, "waits", 8)]) as program:
         output = end_of(program, 1)
     assert "rank 0: RuntimeError: A collective on the accelerator has waited for all of its" in output

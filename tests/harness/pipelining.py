@@ -20,7 +20,7 @@ from fabric import Fabric, read_checkpoint
 from fabric.strategies import ModelParallelStrategy, Pipeline, Strategy
 
 NUM_WORDS = 11
-NUM_STEPS = 3
+NUM_STEPS = 2
 TINY = 2.0**-18
 
 

@@ -40,6 +40,8 @@ if find_spec("deepspeed"):
     with deepspeed.with_environment(World(), ACCELERATOR):
         deepspeed.look_up(deepspeed.NAMES)
         deepspeed.look_up(deepspeed.STAGE_3)
+    if ACCELERATOR != "cpu":
+        import torch._inductor.lowering  # which DeepSpeed's engine imports there: 0.7 s in each rank
 if find_spec("fairscale"):
     import fabric.strategies.fairscale.fsdp
     import fabric.strategies.fairscale.sharded_ddp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.prune import l1_unstructured
 from torch.optim import SGD, AdamW
+from worlds import run_world
 
 from fabric import Fabric
+from fabric.launchers.world import World
 from fabric.strategies import FSDPStrategy, ManualContext, ManualStrategy, ModelParallelStrategy, Parallelized, Strategy
 
 
@@ -115,10 +118,10 @@ def batch_of(rank: int, size: int) -> Callable[[int], Tensor]:
     return lambda step: torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
 
 
-def error_of_training(fabric: Fabric, has_spare: bool) -> float:
+def error_of_training(fabric: Fabric, name: str) -> float:
     """The largest difference from one process; the penalty's factor differs between the ranks."""
     torch.manual_seed(0)
-    model, plain = Net(has_spare), Net(has_spare)
+    model, plain = Net(name in WITH_SPARE), Net(name in WITH_SPARE)
     plain.load_state_dict(model.state_dict())
     size = fabric.world_size
     theirs = AdamW(plain.parameters(), lr=0.05)
@@ -136,9 +139,7 @@ def error_of_training(fabric: Fabric, has_spare: bool) -> float:
     "name", [each if each != "hsdp" else pytest.param(each, marks=pytest.mark.thorough) for each in STRATEGIES]
 )
 def test_penalties_of_weights_train_as_in_one_process(name: str) -> None:
-    strategy, size = STRATEGIES[name]
-    fabric = Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy)
-    assert fabric.launch(error_of_training, name in WITH_SPARE) < 1e-5
+    assert launched(name)["error_of_training"] < 1e-5
 
 
 def write(model: Any, optimizer: Any, batch: Callable[[int], Tensor], backward: Any, gathered: Any) -> None:
@@ -164,7 +165,7 @@ def write(model: Any, optimizer: Any, batch: Callable[[int], Tensor], backward: 
     optimizer.step()
 
 
-def error_of_writing(fabric: Fabric) -> tuple[float, str]:
+def error_of_writing(fabric: Fabric, _: str) -> tuple[float, str]:
     """The largest difference from one process, and what is raised where rank 0 writes alone."""
     torch.manual_seed(0)
     model, plain = Net(False), Net(False)
@@ -190,10 +191,9 @@ def error_of_writing(fabric: Fabric) -> tuple[float, str]:
     ["single_device", *(pytest.param(each, marks=[pytest.mark.thorough] * (each == "hsdp")) for each in STRATEGIES)],
 )
 def test_whole_weights_are_written_as_in_one_process(name: str) -> None:
-    strategy, size = STRATEGIES.get(name, (name, 1))
-    error, told = Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy).launch(error_of_writing)
+    error, told = launched(name)["error_of_writing"]
     assert error < 1e-5
-    assert size == 1 or "ended with values of `down.weight` of `" in told
+    assert name == "single_device" or "ended with values of `down.weight` of `" in told
 
 
 def prune_within(fabric: Fabric) -> str:
@@ -209,7 +209,7 @@ def test_a_parameter_that_is_replaced_where_weights_are_whole_is_named() -> None
     assert "Prune before `fabric.setup`" in told
 
 
-def messages_in_shards(fabric: Fabric) -> list[str]:
+def messages_in_shards(fabric: Fabric, _: str) -> list[str]:
     """What is raised for a weight that is changed within the context, and for a penalty without it."""
     messages = []
     model = Net(False)
@@ -224,11 +224,31 @@ def messages_in_shards(fabric: Fabric) -> list[str]:
     return messages
 
 
+def all_of(world: World, name: str) -> dict[str, Any]:
+    """What three tests look at, each with a fabric of its own in the same ranks."""
+    found: dict[str, Any] = {}
+    functions: list[Callable[[Fabric, str], Any]] = [error_of_writing]
+    functions += [error_of_training] if name in STRATEGIES else []
+    functions += [messages_in_shards] if name in IN_SHARDS else []
+    strategy, _ = STRATEGIES.get(name, (name, 1))
+    for function in functions:
+        with Fabric(accelerator=ACCELERATOR, devices=world.size, strategy=strategy) as fabric:
+            fabric.launch()
+            found[function.__name__] = function(fabric, name)
+    return found
+
+
+@functools.cache
+def launched(name: str) -> dict[str, Any]:
+    """Of one launch for each strategy."""
+    _, size = STRATEGIES.get(name, (name, 1))
+    return run_world(size, all_of, name)[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in IN_SHARDS if name != "hsdp"])
 def test_what_reads_or_changes_shards_is_told_so(name: str) -> None:
-    strategy, size = STRATEGIES[name]
-    changed, read = Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy).launch(messages_in_shards)
+    changed, read = launched(name)["messages_in_shards"]
     assert changed.startswith("A parameter of `")
     assert "was changed within `fabric.gathered`, where it is a copy" in changed
     assert read.startswith("Backward failed: RuntimeError: ")

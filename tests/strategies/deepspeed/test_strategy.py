@@ -469,7 +469,20 @@ def test_other_precisions_and_evaluation(tmp_path: Path) -> None:
 # What it leaves behind, and what it refuses
 
 
+def compilers() -> list[str]:
+    return [name for name in sys.modules if name.startswith("torch._inductor.compile_fx")]
+
+
+def forget_compilers() -> None:
+    """The fork server of this rank may have imported them for another test: who imports them from now on is seen."""
+    for name in compilers():
+        del sys.modules[name]
+    if "torch._inductor" in sys.modules:
+        vars(sys.modules["torch._inductor"]).pop("compile_fx", None)
+
+
 def traces(world: World) -> dict[str, Any]:
+    forget_compilers()
     environment, linear, empty = dict(os.environ), nn.functional.linear, torch.empty
     warnings.simplefilter("error")
     model, optimizer = parts(sgd)
@@ -486,9 +499,8 @@ def traces(world: World) -> dict[str, Any]:
         assert fabric.setup(model, optimizer) == (model, optimizer)
         one_step(fabric, model, optimizer, 0)
         names = list(model.state_dict())
-    compilers = [name for name in sys.modules if name.startswith("torch._inductor.compile_fx")]
     return {
-        "compilers": compilers,
+        "compilers": compilers(),
         "environment": set(os.environ.items()) ^ set(environment.items()),
         "linear": nn.functional.linear is linear and torch.empty is empty,
         "attributes": (set(vars(model)) - attributes[0], set(vars(optimizer)) - attributes[1]),

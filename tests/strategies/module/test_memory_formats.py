@@ -3,6 +3,7 @@ weights, and views of a larger tensor."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from worlds import run_world
 
 from fabric import Fabric
+from fabric.launchers.world import World
 from fabric.strategies import ModelParallelStrategy, Strategy
 
 DATA = torch.randn(3, 8, 4, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -57,23 +60,42 @@ def train(fabric: Fabric) -> dict[str, dict[str, Tensor]]:
     return trained
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "ddp",
-        "fsdp",
-        "hsdp",
-        ModelParallelStrategy(parallelize_fn=shard, shard=2),
-        "deepspeed_stage_1",
-        "deepspeed_stage_3",
-        "ddp_sharded",
-        "ddp_fully_sharded",
-    ],
-    ids=lambda strategy: strategy if isinstance(strategy, str) else "model_parallel",
-)
-def test_weights_that_are_not_contiguous_train_as_in_one_process(strategy: str | Strategy) -> None:
-    alone = Fabric(accelerator="cpu", devices=1).launch(train)
-    ranks = Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=2, launcher="forkserver").launch(train)
+STRATEGIES: dict[str, str | Strategy] = {
+    "ddp": "ddp",
+    "fsdp": "fsdp",
+    "hsdp": "hsdp",
+    "model_parallel": ModelParallelStrategy(parallelize_fn=shard, shard=2),
+    "deepspeed_stage_1": "deepspeed_stage_1",
+    "deepspeed_stage_3": "deepspeed_stage_3",
+    "ddp_sharded": "ddp_sharded",
+    "ddp_fully_sharded": "ddp_fully_sharded",
+}
+
+
+def train_under_each(world: World) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """One strategy after the other in the same ranks."""
+    found = {}
+    for name, strategy in STRATEGIES.items():
+        with Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=world.size) as fabric:
+            fabric.launch()
+            found[name] = train(fabric)
+    return found
+
+
+@functools.cache
+def trained_by_ranks() -> dict[str, dict[str, dict[str, Tensor]]]:
+    return run_world(2, train_under_each)[0]
+
+
+@functools.cache
+def trained_alone() -> dict[str, dict[str, Tensor]]:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        return fabric.launch(train)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_weights_that_are_not_contiguous_train_as_in_one_process(name: str) -> None:
+    ranks, alone = trained_by_ranks()[name], trained_alone()
     assert ranks.keys() == alone.keys()
-    for name, weights in alone.items():
-        torch.testing.assert_close(ranks[name], weights, rtol=1e-4, atol=1e-5)
+    for model, weights in alone.items():
+        torch.testing.assert_close(ranks[model], weights, rtol=1e-4, atol=1e-5)

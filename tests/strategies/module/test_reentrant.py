@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from worlds import run_world
 
 from fabric import Fabric
-from fabric.launchers import WorkerError
+from fabric.launchers.world import World
 from fabric.strategies import FSDPStrategy, Strategy
 
 DATA = torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(5))
@@ -100,22 +103,43 @@ def train(fabric: Fabric, programs: tuple[Program, ...]) -> list[dict[str, Tenso
     return trained
 
 
-def fabric_of(strategy: str | Strategy) -> Fabric:
-    return Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=2, launcher="forkserver", sanitize=False)
+def train_each(world: World, strategy: str | Strategy) -> dict[str, Any]:
+    """What each program trains to, or the error that it raises, each with a fabric of its own in the same ranks."""
+    found: dict[str, Any] = {}
+    for name, programs in {"once": ONCE, **{name: (program,) for name, program in TWICE.items()}}.items():
+        options: Any = {"accelerator": ACCELERATOR, "devices": world.size, "sanitize": False}
+        with Fabric(strategy=strategy, **options) as fabric:
+            fabric.launch()
+            try:
+                found[name] = train(fabric, programs)
+            except RuntimeError as error:
+                found[name] = str(error)
+    return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-def test_blocks_that_run_once_train_as_in_one_process(strategy: str | Strategy) -> None:
-    alone = Fabric(accelerator="cpu", devices=1).launch(train, ONCE)
-    torch.testing.assert_close(fabric_of(strategy).launch(train, ONCE), alone)
+@functools.cache
+def trained_by_ranks(name: str) -> list[dict[str, Any]]:
+    """Of one launch for each strategy."""
+    return run_world(2, train_each, STRATEGIES[name])
+
+
+@functools.cache
+def trained_alone(twice: str | None = None) -> list[dict[str, Tensor]]:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        return fabric.launch(train, ONCE if twice is None else (TWICE[twice],))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_blocks_that_run_once_train_as_in_one_process(name: str) -> None:
+    torch.testing.assert_close(trained_by_ranks(name)[0]["once"], trained_alone())
 
 
 @pytest.mark.parametrize("twice", TWICE)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_runs_twice_is_told_what_to_pass_instead(name: str, twice: str) -> None:
+    first, second = (found[twice] for found in trained_by_ranks(name))
     if (name, twice) in {("ddp_fully_sharded", "model"), ("ddp_fully_sharded", "adapter"), ("fsdp", "adapter")}:
-        alone = Fabric(accelerator="cpu", devices=1).launch(train, (TWICE[twice],))
-        torch.testing.assert_close(fabric_of(STRATEGIES[name]).launch(train, (TWICE[twice],)), alone)
-        return
-    with pytest.raises(WorkerError, match="`use_reentrant=False`"):
-        fabric_of(STRATEGIES[name]).launch(train, (TWICE[twice],))
+        torch.testing.assert_close(first, trained_alone(twice))
+    else:
+        assert "`use_reentrant=False`" in first
+        assert "`use_reentrant=False`" in second

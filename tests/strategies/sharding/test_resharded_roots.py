@@ -69,7 +69,7 @@ STRATEGIES: dict[str, tuple[Strategy, int]] = {
 def evaluate_between(models: Sequence[Any], optimizers: Sequence[Optimizer], backward: Backward, x: Any) -> None:
     """A forward with gradients between backward and step, whose loss is printed."""
     model, optimizer = models[0], optimizers[0]
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         backward(model(x(step)).square().mean())
         model(x(step))
@@ -90,7 +90,7 @@ def play(
 ) -> None:
     """DCGAN, as its authors wrote it: gradients of the generator are cleared between its forward and its backward."""
     (generator, discriminator), (of_generator, of_discriminator) = models, optimizers
-    for step in range(3):
+    for step in range(2):
         of_discriminator.zero_grad()
         fake = generator(x(step))
         backward(discriminator(fake.detach()).square().mean())
@@ -117,7 +117,7 @@ def write_after_evaluation(models: Sequence[Any], optimizers: Sequence[Optimizer
 def penalise(models: Sequence[Any], optimizers: Sequence[Optimizer], backward: Backward, x: Any) -> None:
     """The sum of squared weights is in the loss."""
     model, optimizer = models[0], optimizers[0]
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         loss = model(x(step)).square().mean()
         squares = sum(parameter.square().sum() for parameter in model.parameters())
@@ -128,7 +128,7 @@ def penalise(models: Sequence[Any], optimizers: Sequence[Optimizer], backward: B
 def clip(models: Sequence[Any], optimizers: Sequence[Optimizer], backward: Backward, x: Any) -> None:
     """By torch's own function."""
     model, optimizer = models[0], optimizers[0]
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         backward(10 * model(x(step)).square().mean())
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)

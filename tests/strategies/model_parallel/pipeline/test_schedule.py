@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Iterator
 from itertools import product
@@ -352,12 +353,15 @@ def train_in_half(fabric: Fabric) -> list[float]:
     return found
 
 
+@functools.cache
+def in_precision(precision: str) -> list[float] | None:
+    return fabric_with(2, pipeline(loss_fn=tiny_loss_of), precision).launch(train_in_half)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision_gives_the_numbers_of_full_precision_but_for_rounding(precision: str) -> None:
-    options = pipeline(loss_fn=tiny_loss_of)
-    full = fabric_with(2, options, "32-true").launch(train_in_half)
-    found = fabric_with(2, options, precision).launch(train_in_half)
+    full, found = in_precision("32-true"), in_precision(precision)
     assert found != full
     close(found, full, 5e-2)
 
