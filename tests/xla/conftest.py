@@ -16,6 +16,7 @@ else:
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     os.environ.setdefault("CPU_NUM_DEVICES", "2")
     os.environ.setdefault("XLA_THREAD_POOL_SIZE", "16")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # replicas are threads already
     # Compiles in a seventh of the time. The numbers are the same, but for rounding.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0")
     # What torch_xla would set by itself at a first launch: then no test changes the environment.
