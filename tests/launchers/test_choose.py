@@ -439,21 +439,21 @@ MOVED = """
 import os, sys
 if sys.argv[1] == "before":
     os.chdir(sys.argv[2])
-from fabric.launchers import Topology, detect_world
-from fabric.launchers.choose import choose_launcher
+from fabric import Fabric
+begun = os.getcwd()
 if sys.argv[1] == "after":
     os.chdir(sys.argv[2])
 
-def work(world):
-    return world.size
+def work(fabric):
+    return fabric.world_size
 
 if __name__ == "__main__":
-    function, world = None if sys.argv[3] == "script" else work, detect_world(os.environ)
-    launcher = choose_launcher(sys.argv[3], Topology(num_processes=2), function=function, world=world)
-    if function is None:
-        os.write(1, f"{launcher.enter().rank} {os.getcwd()} {os.path.isabs(__file__)}\\n".encode())
+    fabric = Fabric(accelerator="cpu", devices=2, launcher=sys.argv[3])
+    if sys.argv[3] == "script":
+        fabric.launch()
+        os.write(1, f"{fabric.global_rank} {os.getcwd()} {os.path.isabs(__file__)}\\n".encode())
     else:
-        os.write(1, f"{launcher.launch(work)} ranks\\n".encode())
+        os.write(1, f"{fabric.launch(work)} ranks\\n".encode())
 """
 
 
