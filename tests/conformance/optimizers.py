@@ -170,8 +170,10 @@ class Seen(NamedTuple):
 def seen_under(strategies: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, Seen | str]]:
     """Each optimizer under each strategy, beside one process and beside SGD, or the sentence with which `setup` refuses
     it. Strategies of as many ranks run in the same ones, which import the optimizers once."""
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
     expected = {name: trained(None, name).weights for name in names}
+    torch.set_num_threads(before)  # ranks that are launched afterwards have those of this process
     seen: dict[str, dict[str, Seen | str]] = {}
     for size in {STRATEGIES[strategy][0] for strategy in strategies}:
         of_size = [strategy for strategy in strategies if STRATEGIES[strategy][0] == size]
