@@ -126,12 +126,15 @@ OVER_ANY_TORCH = (
     "tests/strategies/deepspeed/test_config.py",
     # Calls of a step of ours, counted.
     "tests/fabric/test_step_cost.py",
-    # The module that Python runs as a program, and the streams of ranks.
+    # The module that Python runs as a program, and the streams of ranks; the command that starts them.
     *(
         f"tests/launchers/test_choose.py::test_a_{name}"
         for name in ("child_process", "fabric_that", "program_that", "spawned_worker", "worker_of")
     ),
     "tests/launchers/supervision/test_output.py",
+    "tests/fabric/cli/test_run.py",
+    # What a job that waits says of its ranks: over the same torch, tests/device/test_dying.py sees it.
+    "tests/fabric/test_hangs.py",
     # Several runs of programs, whose steps another test of the file compares.
     "tests/fabric/verify/test_verify.py::test_a_module_is_verified",
     "tests/fabric/verify/test_verify.py::test_the_command_verifies",
