@@ -28,9 +28,18 @@ READS = ("item", "cpu", "numpy", "tolist", "to", "__bool__", "__float__", "__int
 """Methods of a tensor that read its values on the host."""
 
 
-@functools.cache
+MENDING = threading.Lock()
+
+
 def mend() -> None:
-    """Let replicas that are threads run collectives, in this process from now on. A second call does nothing."""
+    """Let replicas that are threads run collectives, in this process from now on. A second call does nothing; replicas
+    may call it at the same time."""
+    with MENDING:
+        _mend()
+
+
+@functools.cache
+def _mend() -> None:
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
