@@ -34,7 +34,7 @@ CACHE = -o cache_dir=.pytest_cache/$@
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo docs pictures environment slurm browser device test test-thorough test-kernels docs test-examples test-browser test-clients test-clients-thorough test-clusters test-device test-device-thorough test-today test-on-device test-on-device-thorough test-on-today test-gpu test-horovod test-xla lint check bench numbers optimizers clean
+.PHONY: demo docs pictures environment slurm browser device test test-thorough test-kernels docs test-examples test-browser test-clients test-clients-thorough test-clusters test-device test-device-thorough test-today test-on-device test-on-device-thorough test-on-today test-gpu test-horovod test-xla lint others names-of-others check bench numbers optimizers clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -126,8 +126,11 @@ test-on-today: $(DEVICE)/test.done
 test-gpu: $(GPU)/test.done  ## On a machine with a GPU, in five minutes: what to add to docs/explanation/hardware.md
 	timeout 300 $(GPU)/bin/python tests/device/hardware.py
 
-# The longest first.
-others: test-clients test-xla test-horovod test-examples test-clusters test-browser docs lint  ## What has an environment of its own, or needs root
+# The longest first. The browser's tests make the site.
+OTHERS := test-clients test-xla test-horovod test-examples test-clusters test-browser lint
+others: $(OTHERS)  ## What has an environment of its own, or needs root
+names-of-others:
+	@echo $(OTHERS)
 
 check: test-thorough test-today test-kernels test-device test-device-thorough test-clients-thorough others  ## All of these; --jobs 2 runs two of them at a time
 
