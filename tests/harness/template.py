@@ -50,8 +50,8 @@ OF_LAUNCHERS = os.sep + "launchers" + os.sep
 FORK_SERVER = os.path.join("launchers", "supervision", "fork_server.py")
 READ_AT_START = ("COVERAGE", "CUDA", "GOMP_", "JEMALLOC", "KMP_", "LD_", "MALLOC", "MKL_", "OPENBLAS_", "TORCH_")
 """Prefixes of variables which libraries read when they are loaded: a program that gets another value is not forked."""
-READ_IN_VAIN = ("PYTHONHASHSEED", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-"""But for these with `FORKS`: `fabric verify` and torchrun set them."""
+ALLOWED_WITH_FORKS = ("PYTHONHASHSEED", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+"""But for these with `FORKS`, which change nothing in a test: `fabric verify` and torchrun set them."""
 
 
 class Template:
@@ -261,7 +261,7 @@ def _can_be_forked(arguments: list[str], options: dict[str, Any]) -> bool:
     environ = dict(os.environ if given is None else given)
     started = template().environ
     changed = {name for name in {*environ, *started} if environ.get(name) != started.get(name)}
-    same = {"PYTHONPATH", *(READ_IN_VAIN if FORKS in environ else ())}
+    same = {"PYTHONPATH", *(ALLOWED_WITH_FORKS if FORKS in environ else ())}
     streams = [options.get(name) for name in ("stdin", "stdout", "stderr")]
     return (
         sys.platform == "linux"
