@@ -12,6 +12,7 @@ GPU     := .venv/gpu
 CLIENTS := .venv/clients
 DOCS    := .venv/docs
 WHEELS := .venv/wheels
+NEWEST_PIP := .venv/pip
 SAYS := pyproject.toml constraints.txt Makefile
 
 # Compiled modules are kept even where the machine's settings say otherwise: without them, `import torch` costs 2.2 s of
@@ -23,6 +24,10 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 CONSTRAINTS := constraints.txt
 PIP_INSTALL = $(PIP) --constraint $(CONSTRAINTS)
+# The pip that comes with Python takes twice as long as the newest, and three seconds to come into an environment: that one
+# is installed once, and is in all of them.
+VENV = $(PYTHON) -m venv --clear --without-pip $(1) && \
+    ln --symbolic $(abspath $(NEWEST_PIP))/lib/python*/site-packages/pip* $(1)/lib/python*/site-packages
 # Tests that have targets of their own are left to them; the ten slowest are shown.
 APART := --ignore tests/test_examples.py --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking --ignore tests/device --ignore tests/browser --ignore tests/site --durations 10
 # Tests wait for their ranks: three run at a time, on two cores. `WORKERS=0` runs one after the other, as a debugger
@@ -91,7 +96,7 @@ test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the pr
 	$(XLA)/bin/python -m pytest $(ON_OLDEST) $(PYTEST_ARGS)
 
 # torch alone may be out of reach: whatever else fails, fails.
-device:  ## What test-device and test-today need; PyPI's newest torch, 526 MB, is downloaded once
+device: $(NEWEST_PIP)/pip.done  ## What test-device and test-today need; PyPI's newest torch, 526 MB, is downloaded once
 	@if $(MAKE) $(DEVICE)/torch.done; then $(MAKE) $(DEVICE)/test.done; \
 	else echo 'test-device, test-today and the start in bench are skipped: the CUDA build of torch, 526 MB from PyPI, is not to be had here'; fi
 
@@ -160,15 +165,20 @@ lint: $(LINT)/copy.done  ## Style, and types: of the package as it is installed,
 clean:
 	rm -rf .venv build dist *.egg-info
 
-$(RUN)/torch.done $(HOROVOD)/torch.done: %/torch.done: constraints.txt
-	$(PYTHON) -m venv --clear $*
+$(NEWEST_PIP)/pip.done:
+	$(PYTHON) -m venv --clear $(NEWEST_PIP)
+	$(NEWEST_PIP)/bin/python $(PIP) --upgrade pip
+	touch $@
+
+$(RUN)/torch.done $(HOROVOD)/torch.done: %/torch.done: constraints.txt | $(NEWEST_PIP)/pip.done
+	$(call VENV,$*)
 	$*/bin/python $(PIP_INSTALL) torch
 	touch $@
 
 # No command of torch's is needed here: its 0.7 GB are unpacked, and compiled, in the other environment.
 PARTS := torch torchgen functorch torch-*.dist-info
 $(LINT)/torch.done $(CLIENTS)/torch.done $(DOCS)/torch.done: %/torch.done: $(RUN)/torch.done
-	$(PYTHON) -m venv --clear $*
+	$(call VENV,$*)
 	ln --symbolic $(PARTS:%=$(abspath $(RUN))/lib/python*/site-packages/%) $*/lib/python*/site-packages
 	$*/bin/python $(PIP_INSTALL) torch  # what it needs
 	touch $@
@@ -209,8 +219,8 @@ $(HOROVOD)/test.done: $(HOROVOD)/torch.done $(WHEELS)/horovod.done $(SAYS)
 
 # The newest that pip finds, as for users. NVIDIA's libraries, 5 GB, and Triton are not downloaded: libraries of ours
 # are built in their place, and the metadata of torch no longer lists them, so that pip installs all else as usual.
-$(DEVICE)/torch.done: constraints.txt
-	$(PYTHON) -m venv --clear $(DEVICE)
+$(DEVICE)/torch.done: constraints.txt | $(NEWEST_PIP)/pip.done
+	$(call VENV,$(DEVICE))
 	$(DEVICE)/bin/python $(PIP) --no-deps torch
 	sed --in-place '/^Requires-Dist: *\(cuda\|nvidia\|triton\)/d' $(DEVICE)/lib/python*/site-packages/torch-*.dist-info/METADATA
 	grep --invert-match '^torch=' constraints.txt >$(DEVICE)/constraints.txt
@@ -260,8 +270,8 @@ $(CLIENTS)/test.done: $(CLIENTS)/torch.done $(SAYS)
 	touch $@
 
 # CUDA's libraries, 3.7 GB, are what PyPI's torch 2.9 is linked to; nothing here runs them.
-$(XLA)/test.done: tests/xla/constraints.txt tests/xla/fake_cuda.py $(SAYS)
-	$(PYTHON) -m venv --clear $(XLA)
+$(XLA)/test.done: tests/xla/constraints.txt tests/xla/fake_cuda.py $(SAYS) | $(NEWEST_PIP)/pip.done
+	$(call VENV,$(XLA))
 	$(XLA)/bin/python $(PIP) --no-deps \
 	    --constraint tests/xla/constraints.txt torch torch-xla
 	$(XLA)/bin/python $(PIP) absl-py filelock fsspec jinja2 networkx numpy \

@@ -62,8 +62,8 @@ def _newer_torch() -> list[str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Workers of pytest-xdist draw from the seed of the process that started them."""
-    node.workerinput["seed"] = node.config.stash[SEED]
+    """Workers of pytest-xdist draw from the seed of the process that started them, and share its template."""
+    node.workerinput.update(seed=node.config.stash[SEED], template=template.address())
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -78,6 +78,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.workeroutput["left"] = session.config.stash[LEFT]
 
 
+def pytest_unconfigure() -> None:
+    """The process that test programs are forked from ends with the session."""
+    template.end()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Signals mean what they mean, also where the tests run in a script's background, or under `nohup`: Ctrl-C or a
     hang-up is ignored there, and every program that a test starts would ignore it, too. Ranks and programs train on
@@ -88,7 +93,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if chosen := config.getoption("--optimizers"):
         os.environ[kernels.VARIABLE] = chosen[0]
         kernels.use_chosen()
-    seed = getattr(config, "workerinput", {}).get("seed", config.getoption("--seed"))
+    given = getattr(config, "workerinput", {"seed": config.getoption("--seed")})
+    if "template" in given:
+        template.share(given["template"])
+    seed = given["seed"]
     config.stash[SEED] = str(random.randrange(2**31)) if seed == "new" else seed
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -289,13 +297,6 @@ def ranks_import_nothing(request: pytest.FixtureRequest) -> None:
         from worlds import preload
 
         preload()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def template_ends_with_the_session() -> Iterator[None]:
-    """The process that test programs are forked from."""
-    yield
-    template.end()
 
 
 @pytest.fixture(autouse=True)

@@ -61,10 +61,15 @@ class Template:
         self._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
         self.environ = {name: value for name, value in os.environ.items() if name not in (MARK, "PYTHONPATH")}
-        with server:
+        self.address = str(os.getpid())
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(ADDRESS.format(self.address))
+        listener.listen()  # others may ask already: they wait until it has imported
+        with server, listener:
+            fds = server.fileno(), listener.fileno()
             self.process = subprocess.Popen(
-                [sys.executable, __file__, str(server.fileno())],
-                pass_fds=(server.fileno(),),
+                [sys.executable, __file__, *map(str, fds)],
+                pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 cwd="/",
@@ -87,8 +92,8 @@ class Template:
         self.process.wait()
 
 
-class Parent:
-    """The template that this program was forked from."""
+class Other:
+    """The template of another process: the one that this program was forked from, or that pytest-xdist's workers share."""
 
     def __init__(self, address: str, environ: dict[str, str]) -> None:
         self.address, self.environ = address, environ
@@ -99,7 +104,7 @@ class Parent:
 
         reader, writer = os.pipe()
         with os.fdopen(writer, "wb"), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.connect(self.address)
+            connection.connect(ADDRESS.format(self.address))
             answer = ask(connection, pickle.dumps({**call, "kept": kept}), [writer, *streams, *kept])
         assert answer, "the template has ended"
         return NUMBER.unpack(answer)[0], reader
@@ -111,12 +116,12 @@ def ask(connection: socket.socket, request: bytes, fds: list[int]) -> bytes:
     return connection.recv(NUMBER.size)
 
 
-_templates: list[Template | Parent] = []
+_templates: list[Template | Other] = []
 running: set[int] = set()
 """Programs that the template has started, and that were not waited for."""
 
 
-def template() -> Template | Parent:
+def template() -> Template | Other:
     """The template of this process."""
     if not _templates:
         _templates.append(Template())
@@ -132,13 +137,18 @@ def end() -> None:
 
 
 def address() -> str:
-    """What a fresh interpreter needs for `adopt`."""
-    return str(template().process.pid)
+    """What another process needs for `share` or `adopt`."""
+    return template().address
+
+
+def share(address: str) -> None:
+    """In a worker of pytest-xdist: have the template of the process that started it, and of the others."""
+    _templates[:] = [Other(address, {name: value for name, value in os.environ.items() if name != "PYTHONPATH"})]
 
 
 def adopt(address: str) -> None:
     """In a fresh interpreter: fork its fork server from the template, which has imported what that would import."""
-    _templates[:] = [Parent(ADDRESS.format(address), dict(os.environ))]
+    _templates[:] = [Other(address, dict(os.environ))]
     subprocess.Popen = PopenOfPrograms  # type: ignore[misc]
 
 
@@ -285,12 +295,10 @@ def _import_path(environ: dict[str, str]) -> list[str]:
 class Server:
     """The template's side: one thread, which forks. `serve` returns in the forks only."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(ADDRESS.format(os.getpid()))
-        self._listener.listen()
-        self.parent = Parent(self._listener.getsockname().decode(), dict(os.environ))
+    def __init__(self, connection: socket.socket, listener: socket.socket) -> None:
+        self._connection, self._listener = connection, listener
+        address = listener.getsockname().decode().removeprefix(ADDRESS.format(""))
+        self.parent = Other(address, dict(os.environ))
         self._statuses: dict[int, int] = {}
         self._wake, self._woken = os.pipe()
         for fd in (self._wake, self._woken):
@@ -509,7 +517,7 @@ if __name__ == "__main__":
         _finalizer.atexit = False
     gc.collect()
     gc.freeze()
-    _server = Server(socket.socket(fileno=int(sys.argv[1])))
+    _server = Server(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
     _call = _server.serve()
     _templates[:] = [_server.parent]
     subprocess.Popen = PopenOfPrograms  # type: ignore[misc]
