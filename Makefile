@@ -38,6 +38,7 @@ AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 CACHE = -o cache_dir=.pytest_cache/$@
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
+APT := $(if $(shell command -v flock),flock $(RUN)) apt-get -qq
 
 .PHONY: demo docs pictures environment slurm browser device test test-thorough test-kernels docs test-examples test-browser test-clients test-clients-thorough test-clusters test-device test-device-thorough test-today test-on-device test-on-device-thorough test-on-today test-gpu test-horovod test-xla lint others names-of-others check bench numbers optimizers clean
 
@@ -198,13 +199,13 @@ $(RUN)/test.done $(DEVICE)/test.done: %/test.done: %/torch.done $(SAYS)
 	touch $@
 
 $(RUN)/slurm.done: $(RUN)/torch.done
-	$(ALONE) apt-get -qq update
-	$(ALONE) apt-get -qq install --no-install-recommends iproute2 slurm-client slurmctld slurmd
+	$(APT) update
+	$(APT) install --no-install-recommends iproute2 slurm-client slurmctld slurmd
 	touch $@
 
 $(RUN)/browser.done: $(RUN)/torch.done
-	$(ALONE) apt-get -qq update
-	$(ALONE) apt-get -qq install --no-install-recommends chromium-headless-shell fonts-dejavu-core
+	$(APT) update
+	$(APT) install --no-install-recommends chromium-headless-shell fonts-dejavu-core
 	touch $@
 
 # For the torch of constraints.txt: another one needs another wheel.
