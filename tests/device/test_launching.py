@@ -130,8 +130,8 @@ def test_ranks_of_torchrun_have_a_device_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("visible", "devices", "physical"),
     [
-        ("0,1,2,3", "2", [0, 1]),
-        ("2,3", "'auto'", [2, 3]),
+        pytest.param("0,1,2,3", "2", [0, 1], marks=pytest.mark.thorough),  # without the variable too, above
+        pytest.param("2,3", "'auto'", [2, 3], marks=pytest.mark.thorough),  # as in the next, in another order
         ("3,1", "'auto'", [3, 1]),
         ("3,1,0", "[2, 0]", [0, 3]),
         ("1,3,9,0", "'auto'", [1, 3]),

@@ -288,7 +288,8 @@ def test_autocast_and_loss_scaling_are_those_of_cuda() -> None:
 
 
 VISIBLE = """
-import torch
+import os, sys, torch
+os.environ["CUDA_VISIBLE_DEVICES"] = sys.argv[1]  # before the first call of the driver, which reads it
 assert torch.cuda.device_count() == (torch.accelerator.device_count() if torch.cuda.is_available() else 0)
 print(*(str(torch.cuda.get_device_properties(i).uuid)[:2] for i in range(torch.cuda.device_count())))
 """
@@ -308,7 +309,7 @@ print(*(str(torch.cuda.get_device_properties(i).uuid)[:2] for i in range(torch.c
 )
 def test_cuda_visible_devices_means_what_it_means(value: str, uuids: list[str], tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(VISIBLE)
-    done = run([tmp_path / "program.py"], CUDA_VISIBLE_DEVICES=value)
+    done = run([tmp_path / "program.py", value])
     assert done.stdout.split() == uuids, done.stderr
 
 
