@@ -142,9 +142,9 @@ def trained(fabric: Fabric | None, name: str) -> Trained:
 
 
 def run_all(world: World, strategies: Sequence[str], names: Sequence[str]) -> list[dict[str, Trained | str]]:
-    """What each optimizer does under each strategy, or the sentence with which `setup` refuses it."""
+    """What each optimizer does on rank 0 alone, and under each strategy; a sentence where `setup` refuses it."""
     torch.set_num_threads(1)
-    several = []
+    several: list[dict[str, Trained | str]] = [{name: trained(None, name) for name in names} if world.rank == 0 else {}]
     for strategy in strategies:
         with Fabric(accelerator="cpu", devices=world.size, strategy=STRATEGIES[strategy][1]) as fabric:
             fabric.launch()
@@ -170,27 +170,24 @@ class Seen(NamedTuple):
 def seen_under(strategies: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, Seen | str]]:
     """Each optimizer under each strategy, beside one process and beside SGD, or the sentence with which `setup` refuses
     it. Strategies of as many ranks run in the same ones, which import the optimizers once."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    expected = {name: trained(None, name).weights for name in names}
-    torch.set_num_threads(before)  # ranks that are launched afterwards have those of this process
     seen: dict[str, dict[str, Seen | str]] = {}
     for size in {STRATEGIES[strategy][0] for strategy in strategies}:
         of_size = [strategy for strategy in strategies if STRATEGIES[strategy][0] == size]
-        for strategy, found in zip(of_size, run_world(size, run_all, of_size, names)[0], strict=True):
-            sgd = found[SGD]
-            assert isinstance(sgd, Trained)
+        alone, *several = run_world(size, run_all, of_size, names)[0]
+        for strategy, found in zip(of_size, several, strict=True):
             seen[strategy] = {
-                name: each if isinstance(each, str) else compare(expected[name], each, sgd)
+                name: each if isinstance(each, str) else compare(alone[name], each, found[SGD])
                 for name, each in found.items()
             }
     return {strategy: seen[strategy] for strategy in strategies}
 
 
-def compare(expected: Mapping[str, Tensor], found: Trained, sgd: Trained) -> Seen:
-    num_bytes = sum(weight.nbytes for weight in expected.values())
+def compare(alone: Trained | str, found: Trained, sgd: Trained | str) -> Seen:
+    assert isinstance(alone, Trained)
+    assert isinstance(sgd, Trained)
+    num_bytes = sum(weight.nbytes for weight in alone.weights.values())
     return Seen(
-        difference(expected, found.weights),
+        difference(alone.weights, found.weights),
         found.num_messages - sgd.num_messages,
         (found.num_bytes - sgd.num_bytes) / num_bytes,
     )

@@ -15,6 +15,7 @@ from devices import ACCELERATOR
 from resumed_runs import go_on, load, save, trial_of
 from rows import averaged, in_both
 from torch import nn
+from worlds import launch_each
 
 from fabric import Fabric, consolidate, read_checkpoint
 from fabric.strategies import ManualContext, ManualStrategy, ModelParallelStrategy, Parallelized, Strategy
@@ -61,6 +62,7 @@ CHAIN = {"single_device": 1, "ddp_sharded": 2, "hsdp": 4, "ddp_fully_sharded": 2
 }
 """Strategies, and with how many ranks, of the test that is not thorough: each loads what the one before it saved, and
 the first what the last did. Two neighbours never have the same number."""
+BEFORE = dict(zip(CHAIN, [*CHAIN][-1:] + [*CHAIN][:-1], strict=True))
 
 
 def launch(name: str, size: int, function: Callable[..., None], *args: object) -> None:
@@ -83,27 +85,33 @@ def seed() -> int:
 def test_a_checkpoint_of_any_strategy_resumes_under_another_and_with_another_number_of_ranks(
     tmp_path: Path, seed: int
 ) -> None:
-    """Each strategy saves, and then loads the checkpoint of one other. All of them: see below."""
+    """Each strategy saves, and loads the checkpoint of one other. All of them: see below. Those of as many ranks run in
+    the same ones: they save, and load what is there; the others load once all have saved."""
     print(f"seed {seed}")
-    before: list[str] = []
-    for name, size in CHAIN.items():
-        launch(name, size, save_and_load, str(tmp_path / name), before, seed)
-        before = [str(tmp_path / name)]
-        check_parts(tmp_path / name, name, size)
-        (exported,) = consolidate(tmp_path / name, tmp_path / f"{name}.safetensors")
-        expected = read_checkpoint(tmp_path / name, ["model"])["model"]
-        model = safetensors.torch.load_file(exported)
-        tied = expected.keys() - model.keys()
-        assert len(tied) == 1, f"under {name} {tied} are the names that were left out"
-        torch.testing.assert_close(model, {key: expected[key] for key in model}, rtol=0, atol=0)
-    first, size = next(iter(CHAIN.items()))
-    launch(first, size, load, before, seed)
+    saved, left = set[str](), set(CHAIN)
+    for size in (1, 2, 4, 2, 1):
+        names = [name for name, of_name in CHAIN.items() if of_name == size]
+        saving = [name for name in names if name not in saved]
+        saved.update(saving)
+        loading = [name for name in names if name in left and BEFORE[name] in saved]
+        left.difference_update(loading)
+        calls = [(MAKE[name](size), save, str(tmp_path / name), seed) for name in saving]
+        calls += [(MAKE[name](size), load, [str(tmp_path / BEFORE[name])], seed) for name in loading]
+        launch_each(size, call, calls)
+        for name in saving:
+            check_parts(tmp_path / name, name, size)
+            (exported,) = consolidate(tmp_path / name, tmp_path / f"{name}.safetensors")
+            expected = read_checkpoint(tmp_path / name, ["model"])["model"]
+            model = safetensors.torch.load_file(exported)
+            tied = expected.keys() - model.keys()
+            assert len(tied) == 1, f"under {name} {tied} are the names that were left out"
+            torch.testing.assert_close(model, {key: expected[key] for key in model}, rtol=0, atol=0)
+    assert saved == set(CHAIN)
+    assert not left
 
 
-def save_and_load(fabric: Fabric, path: str, others: list[str], seed: int) -> None:
-    """A run that saves, and one that goes on from the checkpoints of others: another model in the same ranks."""
-    save(fabric, path, seed)
-    load(fabric, others, seed)
+def call(fabric: Fabric, function: Callable[..., None], *args: object) -> None:
+    function(fabric, *args)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from optimizers import OPTIMIZERS, STRATEGIES, column, in_page, installed, seen_under
 from torch import nn
+from worlds import launch_each
 
 from fabric import Fabric
 
@@ -17,23 +18,13 @@ def test_the_page_has_every_optimizer_under_every_strategy() -> None:
         assert in_page(strategy).keys() == OPTIMIZERS.keys(), "run `make optimizers`, with all packages"
 
 
-MEASURED = ("ddp, shard_optimizer", "fsdp", "model_parallel")
-
-
-@pytest.fixture(scope="module")
-def seen() -> dict[str, dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # torchao compiles its step, a minute for each rank
-        return seen_under(MEASURED, installed())
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", MEASURED)
-def test_an_optimizer_trains_as_in_one_process_or_is_refused_as_the_page_says(
-    strategy: str, seen: dict[str, dict[str, Any]]
-) -> None:
-    page = in_page(strategy)
-    assert column(seen[strategy]) == {name: page[name] for name in installed()}
+def test_an_optimizer_trains_as_in_one_process_or_is_refused_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # torchao compiles its step, a minute for each rank
+    seen = seen_under(("ddp, shard_optimizer", "fsdp", "model_parallel"), installed())
+    for strategy, found in seen.items():
+        page = in_page(strategy)
+        assert column(found) == {name: page[name] for name in installed()}, strategy
 
 
 def losses_of_deepspeeds_muon(fabric: Fabric) -> list[float]:
@@ -59,8 +50,6 @@ def losses_of_deepspeeds_muon(fabric: Fabric) -> list[float]:
 @pytest.mark.slow
 def test_deepspeeds_own_muon_trains_as_under_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # DeepSpeed compiles its step, two seconds for each rank
-    found = []
-    for strategy in ("ddp", "deepspeed_stage_1", "deepspeed_stage_2"):
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
-        found.append(fabric.launch(losses_of_deepspeeds_muon))
+    strategies = ("ddp", "deepspeed_stage_1", "deepspeed_stage_2")
+    found = launch_each(2, losses_of_deepspeeds_muon, [(strategy,) for strategy in strategies])
     assert found[1:] == [pytest.approx(found[0], rel=1e-5)] * 2

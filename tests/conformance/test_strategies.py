@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import kernels
 import pytest
@@ -18,7 +19,9 @@ import template
 import torch
 from measured import declared, in_page, measured_rows, table
 from rows import ALIKE, NOT_ON_CPU, STEPPING, THOROUGH, Row, forked_rows, rows, why_not
+from worlds import run_each
 
+from fabric import WorkerError, World
 from fabric.strategies.capabilities import CAPABILITIES
 from fabric.strategies.strategy_registry import strategy_registrations
 from fabric.testing import Case, Finding, cases, survey
@@ -26,8 +29,13 @@ from fabric.testing import Case, Finding, cases, survey
 Show = Callable[[str, list[Finding]], None]
 
 
-def refuse_failures(row: Row, findings: list[Finding]) -> None:
-    failures = [f"{row}, {finding.case}: {finding.message}" for finding in findings if finding.result == "failed"]
+def refuse_failures(*found: tuple[Row, list[Finding]]) -> None:
+    failures = [
+        f"{row}, {finding.case}: {finding.message}"
+        for row, findings in found
+        for finding in findings
+        if finding.result == "failed"
+    ]
     assert not failures, "\n".join(failures)
 
 
@@ -36,22 +44,55 @@ def stepping(row: Row) -> list[Case]:
     return [case for case in row.chosen() if kernels.VARIABLE not in os.environ or case.name in STEPPING]
 
 
+ALONE = ("ddp-2-32-true", "fsdp-2-32-true", "ddp_spawn-2-64-true", "ddp_sharded_spawn-2-64-true")
+"""Rows that are launched by themselves, as those of one rank are. The Makefile names the first two over the torch of
+torch_xla, where others lack what they need; the last two start ranks of their own kind."""
+
+
+def groups() -> list[Any]:
+    """The rows of each test: those of as many ranks run in the same ones, one after the other. Each case has the models
+    of its own trial, and each sixteen a fabric of their own, as in launches of their own (`survey`)."""
+    of_tests: dict[tuple[str, bool], list[Row]] = {}
+    for row in rows():
+        if kernels.VARIABLE in os.environ and str(row) in ALIKE:
+            continue
+        is_alone = row.size == 1 or str(row) in ALONE
+        for number, (part, is_left) in enumerate(row.launches()):
+            name = f"{row}{', the rest' * number}" if is_alone else f"{row.size} ranks{', thorough' * is_left}"
+            of_tests.setdefault((name, is_left), []).append(part)
+    return [
+        pytest.param(some, id=name, marks=[pytest.mark.thorough] * is_left)
+        for (name, is_left), some in of_tests.items()
+    ]
+
+
+def examined(world: World, row: Row, seed: int) -> list[Finding]:
+    return surveyed(row, seed)
+
+
+def surveyed(row: Row, seed: int) -> list[Finding]:
+    words = {"devices": row.size, "precision": row.precision, "tolerance": row.tolerance}
+    return survey(row.make(), stepping(row), seed=seed, **words)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # where a case fails, each is launched alone
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(part, marks=pytest.mark.thorough if is_left else (), id=f"{part}{', the rest' * number}")
-        for row in rows()
-        if kernels.VARIABLE not in os.environ or str(row) not in ALIKE
-        for number, (part, is_left) in enumerate(row.launches())
-    ],
-)
-def test_numbers_are_those_of_one_process_or_what_is_declared_is_raised(row: Row, show: Show) -> None:
-    findings = survey(row.make(), stepping(row), devices=row.size, precision=row.precision, tolerance=row.tolerance)
+@pytest.mark.timeout(900)  # where a case fails, each is launched alone
+@pytest.mark.parametrize("some", groups())
+def test_numbers_are_those_of_one_process_or_what_is_declared_is_raised(some: list[Row], show: Show) -> None:
+    calls = [(row, random.randrange(2**31)) for row in some]
+    raised = None
+    try:
+        found = (
+            [surveyed(*calls[0])] if len(some) == 1 else [each[0] for each in run_each(some[0].size, examined, calls)]
+        )
+    except WorkerError as error:  # what a strategy does not declare
+        raised, found = error, [surveyed(*call) for call in calls]
     kind = os.environ.get(kernels.VARIABLE)
-    show(f"{row}, {kind}" if kind else str(row), findings)
-    refuse_failures(row, findings)
+    for row, findings in zip(some, found, strict=True):
+        show(f"{row}, {kind}" if kind else str(row), findings)
+    refuse_failures(*zip(some, found, strict=True))
+    if raised is not None:
+        raise raised
 
 
 FORKING = """
@@ -73,7 +114,7 @@ def test_ranks_that_are_forks_give_the_numbers_of_one_process(tmp_path: Path, sh
     template.run(command, check=True, timeout=100, env=environ)
     for row, findings in zip(forked_rows(), torch.load(written, weights_only=False), strict=True):
         show(str(row), findings)
-        refuse_failures(row, findings)
+        refuse_failures((row, findings))
 
 
 def test_every_strategy_of_the_registry_is_in_the_suite_or_is_refused_here(

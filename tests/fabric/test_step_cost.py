@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from cProfile import Profile
 from functools import cache, partial
 from types import CodeType, FunctionType, ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
 from rows import NOT_ON_CPU, WITH_A_FUNCTION
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from worlds import preload
+from worlds import launch_each
 
 from fabric import Fabric
 from fabric.strategies.strategy_registry import make_strategy, strategy_registrations
@@ -53,10 +54,12 @@ SAME = {
 }
 """Those that differ from another one in how processes are started, or not at all."""
 
-EARLY, LATE = 65, 130
-COUNTED = 61
-"""64 batches are drawn at a time. Each of these windows lies between two draws, and between steps that the sanitizer
-watches; the step after the late one draws."""
+READ, EARLY, LATE = 78, 33, 82
+"""Batches that are read before the first step, more than one draw, and the steps after which others are counted."""
+FEW, COUNTED, DRAWN = 16, 31, 64
+"""How many steps are counted early, and late. `DRAWN` batches are drawn at a time. Each of these windows ends before a
+draw, where as many batches are left of the last one, and lies between steps that the sanitizer watches, as 32, 64 and
+128."""
 
 
 @contextmanager
@@ -67,9 +70,10 @@ def counting(calls: Counter[str]) -> Iterator[None]:
     with profile:
         yield
     found = {each.code: each.callcount for each in profile.getstats() if isinstance(each.code, CodeType)}
-    files = {vars(module).get("__file__"): name for name, module in modules_of_the_package().items()}
+    modules = modules_of_the_package()
+    files, written = {vars(module).get("__file__"): name for name, module in modules.items()}, generated(tuple(modules))
     for code, number in found.items():
-        if (module := files.get(code.co_filename) or generated().get(code)) is not None:
+        if (module := files.get(code.co_filename) or written.get(code)) is not None:
             calls[f"{module}.{code.co_name}"] += number
 
 
@@ -78,31 +82,38 @@ def modules_of_the_package() -> dict[str, ModuleType]:
 
 
 @cache
-def generated() -> dict[CodeType, str]:
+def generated(modules: Sequence[str]) -> dict[CodeType, str]:
     """Methods that dataclasses have written, which have no file, and their modules."""
     classes = [
         (name, kind)
-        for name, module in modules_of_the_package().items()
-        for kind in vars(module).values()
+        for name in modules
+        for kind in vars(sys.modules[name]).values()
         if isinstance(kind, type) and kind.__module__ == name
     ]
     methods = [(name, each) for name, kind in classes for each in vars(kind).values() if isinstance(each, FunctionType)]
     return {each.__code__: name for name, each in methods if each.__code__.co_filename == "<string>"}
 
 
-def train(
-    fabric: Fabric, starts: Sequence[int], is_monitored: bool = False
-) -> tuple[list[Counter[str]], list[int], Counter[str]]:
-    """The calls of `COUNTED` steps after each of these numbers of steps, how many objects Python's collector knows
-    then, and the calls of the step that follows the last of them."""
+class Window(NamedTuple):
+    calls: Counter[str]
+    """Of the steps that are counted."""
+    num_objects: int
+    """That Python's collector knows after them."""
+    following: Counter[str]
+    """Calls of the step after them."""
+
+
+def train(fabric: Fabric, starts: Sequence[int], is_monitored: bool) -> list[Window]:
+    """What the steps after each of these numbers of steps cost; of the last ones with a monitor, if `is_monitored`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-    num_samples = 4 * (starts[-1] + COUNTED + 64) * fabric.world_size
+    num_samples = 4 * (starts[-1] + 4 * DRAWN) * fabric.world_size  # none of the draws is the epoch's last
     samples = TensorDataset(torch.randn(num_samples, 8), torch.randn(num_samples, 1))
     loader = iter(fabric.setup_dataloaders(DataLoader(samples, batch_size=4)))
-    if is_monitored:
-        fabric.monitor(window_steps=10_000, show=False)
+
+    for _ in range(READ):
+        next(loader)
 
     def step() -> None:
         x, y = next(loader)
@@ -117,46 +128,66 @@ def train(
                 step()
         return calls
 
-    done, windows, objects = 0, [], []
+    done, windows = 0, []
     for start in starts:
+        if is_monitored and start == starts[-1]:
+            fabric.monitor(window_steps=10_000, show=False)
         for _ in range(start - done):
             step()
-        windows.append(count(COUNTED))
-        done = start + COUNTED
+        num_counted = FEW if start == EARLY else COUNTED
+        calls = count(num_counted)
         gc.collect()
-        objects.append(len(gc.get_objects()))
-    return windows, objects, count(1)
+        windows.append(Window(calls, len(gc.get_objects()), count(1)))
+        done = start + num_counted + 1
+    return windows
 
 
-def runs_the_same_frames(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Those that leave data in main memory run the frames of those that do not, and hsdp those of fsdp."""
-    return (pytest.mark.thorough,) if name.endswith("_offload") or name == "hsdp" else ()
+def windows_of(names: Sequence[str], late: int) -> dict[str, list[Window]]:
+    """By strategy, and of those that are monitored one more. Strategies of as many ranks run in the same ones."""
+    found = {}
+    for size in {LIMITS[name][0] for name in names}:
+        of_size = [name for name in names if LIMITS[name][0] == size]
+        calls = []
+        for name in of_size:
+            make = WITH_A_FUNCTION.get((name, size)) or partial(make_strategy, name)
+            starts = (EARLY, late, late + DRAWN) if name in MONITORED else (EARLY, late)
+            calls.append((make(), starts, name in MONITORED))
+        found.update(zip(of_size, launch_each(size, train, calls, accelerator="cpu"), strict=True))
+    return found
+
+
+MONITORED = ("ddp", "fsdp")
+SAME_FRAMES = tuple(name for name in LIMITS if name.endswith("_offload") or name == "hsdp")
+"""Those that leave data in main memory run the frames of those that do not, and hsdp those of fsdp."""
+OWN_FRAMES = tuple(name for name in LIMITS if name not in SAME_FRAMES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [LATE, pytest.param(LATE + 17 * 64, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=runs_the_same_frames(name)) for name in LIMITS])
-def test_a_late_step_costs_what_an_early_one_did_and_no_more_than_its_limit(name: str, late: int) -> None:
-    preload()
-    size, limit = LIMITS[name]
-    make = WITH_A_FUNCTION.get((name, size)) or partial(make_strategy, name)
-    fabric = Fabric(accelerator="cpu", devices=size, strategy=make(), launcher="forkserver")
-    (early, calls), (early_objects, objects), drawing = fabric.launch(train, (EARLY, late))
-    assert calls.total() <= early.total() + COUNTED, (calls - early).most_common(10)
-    assert objects <= early_objects + (late - EARLY) // 10
-    assert drawing.total() * COUNTED > calls.total(), "no batches were drawn"
-    calls, num_steps = calls + drawing, COUNTED + 1
-    assert calls.total() <= limit * num_steps, [(each, number / num_steps) for each, number in calls.most_common()]
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("late", [LATE, pytest.param(LATE + 8 * DRAWN, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(OWN_FRAMES, id="own"), pytest.param(SAME_FRAMES, id="same", marks=pytest.mark.thorough)],
+)
+def test_a_late_step_costs_what_an_early_one_did_and_no_more_than_its_limit(names: tuple[str, ...], late: int) -> None:
+    """And one with a monitor at most six calls more."""
+    for name, (early, at_last, *monitored) in windows_of(names, late).items():
+        calls, drawing = at_last.calls, at_last.following
+        assert calls.total() / COUNTED <= early.calls.total() / FEW + 1, (name, early.calls, calls.most_common(30))
+        num_between = late + COUNTED - EARLY - FEW
+        assert at_last.num_objects <= early.num_objects + num_between // 10 + 4, name  # a few are made once in between
+        assert drawing.total() * COUNTED > calls.total(), f"{name}: no batches were drawn"
+        of_a_step = [(each, number / COUNTED) for each, number in calls.most_common()]
+        assert mean_calls(at_last) <= LIMITS[name][1], (name, of_a_step, drawing)
+        assert len(monitored) == (name in MONITORED)
+        for with_it in monitored:
+            more = mean_calls(with_it) - mean_calls(at_last)
+            assert 0 < more <= 6, (name, (with_it.calls - calls).most_common(10))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp", marks=pytest.mark.thorough)])
-def test_a_step_with_a_monitor_makes_at_most_six_calls_more(name: str) -> None:
-    preload()
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=name, launcher="forkserver")
-    (without, *_, drawing), (with_it, *_, with_drawing) = (fabric.launch(train, [LATE], on) for on in (False, True))
-    calls, more = without[0] + drawing, with_it[0] + with_drawing
-    assert 0 < more.total() - calls.total() <= 6 * (COUNTED + 1), (more - calls).most_common(10)
+def mean_calls(window: Window) -> float:
+    """The calls of a step, on average over as many as share a draw of batches."""
+    return (window.calls.total() / COUNTED * (DRAWN - 1) + window.following.total()) / DRAWN
 
 
 def test_every_strategy_that_runs_here_has_a_limit() -> None:

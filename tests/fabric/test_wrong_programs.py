@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import LBFGS, SGD, Optimizer
-from worlds import run_world
+from worlds import launch_each, run_each
 
 from fabric import Fabric, World
 from fabric.strategies.collectives.collective import CollectiveError
@@ -31,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 from rows import WITH_A_FUNCTION
 
 Change: TypeAlias = Callable[[nn.Module], None]
+NUM_STEPS = 2
+"""What is done between the first and the second has an effect on the second."""
 
 
 def make_net(shift: float = 0.0) -> nn.Sequential:
@@ -63,7 +65,7 @@ def steps(
     before: Change = lambda model: None,
     after: Change = lambda model: None,
 ) -> nn.Module:
-    for step in range(3):
+    for step in range(NUM_STEPS):
         if step == 1:
             before(model)
         backward(loss_of(called or model, step, rank, size))
@@ -226,7 +228,7 @@ def frozen_critic(fabric: Fabric) -> nn.Module:
     place = {"rank": fabric.global_rank, "size": fabric.world_size}
     steps(model, optimizer, lambda loss: fabric.backward(loss, model=model), called=called, **place)
     with torch.no_grad():
-        assert critic(torch.zeros(1, 2)).tolist() == [[-6, -6]], "three gradients of two rows"
+        assert critic(torch.zeros(1, 2)).tolist() == [[-2 * NUM_STEPS] * 2], "as many gradients of two rows"
     return model
 
 
@@ -322,7 +324,7 @@ def second_derivatives(fabric: Fabric | None = None) -> nn.Module:
         weights = {name: each - 0.1 * g for (name, each), g in zip(parameters.items(), gradients, strict=True)}
         return loss_of(lambda x: torch.func.functional_call(model, weights, (x,)), step + 1, rank, size)
 
-    for step in range(3):
+    for step in range(NUM_STEPS):
         optimizer.zero_grad()
         if fabric is None:
             ((adapted(step, 0, 2) + adapted(step, 1, 2)) / 2).backward()
@@ -357,7 +359,7 @@ def gradients_of_its_own_averaged(fabric: Fabric) -> nn.Module:
 def updates_of_its_own(fabric: Fabric) -> nn.Module:
     """Gradient descent without an optimizer, by the gradients of one rank."""
     model = fabric.setup(make_net())
-    for step in range(6):
+    for step in range(2 * NUM_STEPS):
         loss = loss_of(model, step, fabric.global_rank, fabric.world_size)
         parameters = list(model.parameters())
         gradients = torch.autograd.grad(loss, parameters)
@@ -404,7 +406,7 @@ def penalised(fabric: Fabric | None = None) -> nn.Module:
     if fabric is not None:
         model, optimizer = fabric.setup(model, optimizer)
         rank, size = fabric.global_rank, fabric.world_size
-    for step in range(3):
+    for step in range(NUM_STEPS):
         inputs = torch.linspace(-1, step, 16).view(4, 4).sin()[rank * 4 // size : (rank + 1) * 4 // size]
         inputs.requires_grad_()
         (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
@@ -611,7 +613,7 @@ def renormalizing(fabric: Fabric) -> nn.Module:
     net = nn.Sequential(nn.Embedding(4, 2, max_norm=1), nn.Linear(2, 1))
     nn.init.ones_(net[0].weight)
     model, optimizer = fabric.setup(net, make_optimizer(net))
-    for _ in range(3):
+    for _ in range(NUM_STEPS):
         fabric.backward(model(torch.tensor([3 * fabric.global_rank])).sum())  # a row of its own shard
         optimizer.step()
         optimizer.zero_grad()
@@ -704,29 +706,41 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
 """Where the program in one process is another than that of `steps`."""
 
 
-def run_all(world: World, strategy: str) -> dict[str, str]:
+PROBE = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+@cache
+def in_one_process(program: str) -> Tensor:
+    """The output of the model that plain PyTorch trains."""
+    net, changes = make_net(), PROGRAMS[program][1]
+    plain = PLAIN.get(program) or partial(steps, net, make_optimizer(net), lambda loss: loss.backward(), **changes)
+    output: Tensor = plain()(PROBE).detach()
+    return output
+
+
+def run_all(world: World, strategy: str) -> tuple[dict[str, str], dict[str, list[str]]]:
     """What becomes of each program on this rank: right, wrong by how much, or the sentence that it raises. Each has a
-    fabric of its own, with which the last step is compared when it is closed."""
+    fabric of its own, with which the last step is compared when it is closed. And what models that differ raise."""
     found = {}
-    probe = torch.linspace(-1, 1, 8).view(2, 4)
-    for name, (program, changes) in PROGRAMS.items():
+    options: Any = {"accelerator": ACCELERATOR, "strategy": of_name(strategy), "launcher": "external"}
+    for name, (program, _) in PROGRAMS.items():
         if strategy not in CORRECT.get(name, (strategy,)):
             continue
-        net = make_net()
-        plain = PLAIN.get(name) or partial(steps, net, make_optimizer(net), lambda loss: loss.backward(), **changes)
-        expected = plain()(probe)
+        expected = in_one_process(name)
         try:
-            with Fabric(
-                accelerator=ACCELERATOR, strategy=of_name(strategy), launcher="external", sanitize="always"
-            ) as fabric:
+            with Fabric(**options, sanitize="always") as fabric:
                 fabric.launch()
                 model = program(fabric)
                 with torch.no_grad():
-                    error = float((model(probe) - expected).abs().max())
+                    error = float((model(PROBE) - expected).abs().max())
             found[name] = "right" if error < 1e-5 else f"wrong by {error:.2g}"
         except (RuntimeError, ValueError, AssertionError, IndexError) as raised:
             found[name] = str(raised)
-    return found
+    if strategy == "manual":
+        return found, {}
+    with Fabric(**options) as fabric:
+        fabric.launch()
+        return found, set_up_different(fabric)
 
 
 def of_name(name: str) -> Strategy:
@@ -944,44 +958,46 @@ NAMES = ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "ddp_fully_sh
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "name",
+    "names",
     [
-        *NAMES,
-        "deepspeed_stage_2",
-        pytest.param("deepspeed_stage_1", marks=pytest.mark.thorough),
-        pytest.param("deepspeed_stage_3", marks=pytest.mark.thorough),
+        (*NAMES, "deepspeed_stage_2"),
+        pytest.param(("deepspeed_stage_1", "deepspeed_stage_3"), marks=pytest.mark.thorough),
     ],
+    ids=", ".join,
 )
-def test_a_program_with_a_mistake_raises_or_trains_as_it_would_in_one_process(name: str) -> None:
-    of_ranks = run_world(2, run_all, name)
-    found = {
-        program: word if word.startswith(("right", "wrong")) == other.startswith(("right", "wrong")) else "wrong alone"
-        for (program, word), other in zip(of_ranks[0].items(), of_ranks[1].values(), strict=True)
-    }
-    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=of_name(name))
-    differing = {} if name == "manual" else fabric.launch(set_up_different)
-    right = [program for program, names in RIGHT.items() if name in names]
-    followed = FOLLOWED[: 4 if name in ("ddp", "manual") else 3]  # backends write into the memory that they know
-    for program in ("no mistake", *CORRECT, *right, *(followed if name in KEEPS_WHOLE_WEIGHTS else ())):
-        assert found.get(program, "right") == "right", program
-    wrong = {program for program, word in found.items() if word.startswith("wrong")}
-    assert wrong == set(NOT_FOUND.get(name, ())), found
-    for (strategy_name, program), sentence in SENTENCES.items():
-        if strategy_name == name:
-            assert sentence in found[program]
-    for kind, sentences in differing.items():
-        for rank, words in enumerate(sentences):
-            assert words == sentences[0], "each rank's line of the program is in the error of every rank"
-            assert re.search("rank 1: (setup|construction) of `", words), kind
-            assert DIFFERENT[kind][1].format(rank) in words, kind
+def test_a_program_with_a_mistake_raises_or_trains_as_it_would_in_one_process(names: tuple[str, ...]) -> None:
+    for name, (first, second) in zip(names, run_each(2, run_all, [(name,) for name in names]), strict=True):
+        found = {
+            program: word
+            if word.startswith(("right", "wrong")) == other.startswith(("right", "wrong"))
+            else "wrong alone"
+            for (program, word), other in zip(first[0].items(), second[0].values(), strict=True)
+        }
+        right = [program for program, strategies in RIGHT.items() if name in strategies]
+        followed = FOLLOWED[: 4 if name in ("ddp", "manual") else 3]  # backends write into the memory that they know
+        for program in ("no mistake", *CORRECT, *right, *(followed if name in KEEPS_WHOLE_WEIGHTS else ())):
+            assert found.get(program, "right") == "right", (name, program)
+        wrong = {program for program, word in found.items() if word.startswith("wrong")}
+        assert wrong == set(NOT_FOUND.get(name, ())), (name, found)
+        for (strategy_name, program), sentence in SENTENCES.items():
+            if strategy_name == name:
+                assert sentence in found[program], (name, program)
+        assert bool(first[1]) == (name != "manual")
+        for kind, sentences in first[1].items():
+            for rank, words in enumerate(sentences):
+                assert words == sentences[0], "each rank's line of the program is in the error of every rank"
+                assert re.search("rank 1: (setup|construction) of `", words), (name, kind)
+                assert DIFFERENT[kind][1].format(rank) in words, (name, kind)
 
 
 @pytest.mark.slow
 def test_values_on_rank_zero_alone_are_those_of_all_shards_or_raise() -> None:
-    for name, word in (("fsdp", "right"), ("model_parallel", META), ("ddp", META), ("ddp_sharded", META)):
-        with Fabric(accelerator=ACCELERATOR, devices=2, strategy=of_name(name), launcher="forkserver") as fabric:
-            assert word in fabric.launch(set_up_with_values_on_rank_zero)
+    expected = {"fsdp": "right", "model_parallel": META, "ddp": META, "ddp_sharded": META}
+    found = launch_each(2, set_up_with_values_on_rank_zero, [(of_name(name),) for name in expected])
+    for (name, word), said in zip(expected.items(), found, strict=True):
+        assert word in said, name
 
 
 def train_a_second_model(fabric: Fabric, average: bool) -> list[str]:
@@ -1007,14 +1023,14 @@ def train_a_second_model(fabric: Fabric, average: bool) -> list[str]:
         optimizers[0].step()
         for each in (optimizer, *optimizers):
             each.zero_grad()
+    logging.getLogger("fabric").removeHandler(handler)
     return heard
 
 
 @pytest.mark.slow
 def test_a_second_model_that_was_not_set_up_is_reported_once_unless_the_program_averages_it() -> None:
-    for name in ("ddp", "fsdp"):
-        with Fabric(accelerator=ACCELERATOR, devices=2, strategy=name, launcher="forkserver") as fabric:
-            (told,) = [each for each in fabric.launch(train_a_second_model, False) if "was not set up" in each]
-            assert "for 2 parameters of no model" in told
-    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="ddp", launcher="forkserver")
-    assert not [each for each in fabric.launch(train_a_second_model, True) if "was not set up" in each]
+    calls = [("ddp", False), ("fsdp", False), ("ddp", True)]
+    for (name, average), heard in zip(calls, launch_each(2, train_a_second_model, calls), strict=True):
+        told = [each for each in heard if "was not set up" in each]
+        assert len(told) == (not average), (name, told)
+        assert all("for 2 parameters of no model" in each for each in told), (name, told)

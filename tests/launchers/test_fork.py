@@ -47,7 +47,7 @@ assert os.waitpid(pid, 0)[1] == 0
     ],
 )
 def test_a_child_of_an_accepted_fork_computes(before: str) -> None:
-    done = run(["-W", "ignore", "-c", COMPUTE.format(before=before)])
+    done = run(["-c", COMPUTE.format(before=before)])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -68,7 +68,7 @@ def test_a_child_of_an_accepted_fork_computes(before: str) -> None:
     ],
 )
 def test_an_unsafe_fork_is_recognised_with_its_reason(before: str, words: str) -> None:
-    done = run(["-W", "ignore", "-c", COMPUTE.format(before="torch.set_num_threads(2)\n" + before)])
+    done = run(["-c", COMPUTE.format(before="torch.set_num_threads(2)\n" + before)])
     assert done.returncode == 7, done.stdout + done.stderr
     assert words in done.stdout
 

@@ -4,10 +4,9 @@ import ctypes
 import functools
 import gc
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import bitsandbytes
 import pipelining
@@ -20,13 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD
-from worlds import preload, run_world
+from worlds import preload, run_each, run_world
 
 from fabric import Fabric
 from fabric.launchers.world import World
 from fabric.strategies import FSDPStrategy, ManualContext, ManualStrategy, ModelParallelStrategy, Parallelized, Strategy
-
-R = TypeVar("R")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,18 +56,6 @@ STRATEGIES: dict[str, tuple[str | Strategy, int]] = {
     "deepspeed_stage_2": ("deepspeed_stage_2", 3),
     "deepspeed_stage_3": ("deepspeed_stage_3", 3),
 }
-
-
-def one_by_one(world: World, body: Callable[..., R], calls: list[tuple[Any, ...]]) -> list[R]:
-    """What `body` returns for each of several arguments, one call after the other in the same ranks."""
-    found = []
-    for arguments in calls:
-        try:
-            found.append(body(world, *arguments))
-        except Exception as error:
-            error.add_note(f"with {arguments}")
-            raise
-    return found
 
 
 def trained(fabric: Fabric) -> nn.Module:
@@ -148,15 +133,14 @@ SEVERAL = ("fsdp", "ddp", "ddp_fully_sharded", "deepspeed_stage_3")
 
 @functools.cache
 def left_early() -> list[list[list[list[str]]]]:
-    return run_world(3, one_by_one, leave, [(strategy,) for strategy in SEVERAL])
+    return run_each(3, leave, [(strategy,) for strategy in SEVERAL])
 
 
 @pytest.mark.parametrize("strategy", SEVERAL)
 def test_a_rank_that_leaves_its_loop_early_hangs_no_other_and_nothing_is_gathered_once_all_have_left(
     strategy: str,
 ) -> None:
-    for rank, each in enumerate(left_early()):
-        first, second, third, fourth = each[SEVERAL.index(strategy)]
+    for rank, (first, second, third, fourth) in enumerate(left_early()[SEVERAL.index(strategy)]):
         every = len(Net().state_dict()) - 1  # a tied weight comes once
         assert [len(first), len(second), len(third)] == [[2, every, every][rank], [every, 1, 2][rank], 1]
         assert len(fourth) == (every if rank == 0 else 0), "a rank that reads nothing takes part as well"
@@ -284,7 +268,7 @@ def read_quantised(world: World, strategy: str) -> None:
 
 
 def test_quantised_weights_are_dequantised_on_request_and_to_merge_adapters() -> None:
-    run_world(2, one_by_one, read_quantised, [("ddp",), ("fsdp",)])
+    run_each(2, read_quantised, [("ddp",), ("fsdp",)])
 
 
 class InFourBits(nn.Module):
@@ -319,7 +303,7 @@ def read_four_bits(world: World, strategy: str, storage: torch.dtype) -> None:
 @only_on_cpu("what is quantised on a device is there already")
 def test_weights_of_bitsandbytes_in_four_bits_are_dequantised_on_request() -> None:
     calls = [("ddp", torch.uint8), ("fsdp", torch.uint8), ("fsdp", torch.float32), ("deepspeed_stage_3", torch.uint8)]
-    run_world(2, one_by_one, read_four_bits, calls)
+    run_each(2, read_four_bits, calls)
 
 
 @only_on_cpu("what is quantised on a device is there already")
@@ -372,7 +356,7 @@ def read_merged(world: World, strategy: str) -> None:
 
 
 def test_adapters_are_merged_into_the_weights_and_the_model_stays_as_it_is() -> None:
-    run_world(2, one_by_one, read_merged, [(strategy,) for strategy in SEVERAL])
+    run_each(2, read_merged, [(strategy,) for strategy in SEVERAL])
 
 
 def test_a_model_without_adapters_has_none_to_merge() -> None:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.prune import l1_unstructured
 from torch.optim import SGD, AdamW
-from worlds import run_world
+from worlds import launch_each
 
 from fabric import Fabric
-from fabric.launchers.world import World
 from fabric.strategies import FSDPStrategy, ManualContext, ManualStrategy, ModelParallelStrategy, Parallelized, Strategy
 
 
@@ -134,12 +133,15 @@ def error_of_training(fabric: Fabric, name: str) -> float:
         return max(float((ours - other).abs().max()) for (_, ours), (_, other) in pairs)
 
 
+SIZES = [2, pytest.param(4, marks=pytest.mark.thorough)]
+"""Strategies of so many ranks."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [each if each != "hsdp" else pytest.param(each, marks=pytest.mark.thorough) for each in STRATEGIES]
-)
-def test_penalties_of_weights_train_as_in_one_process(name: str) -> None:
-    assert launched(name)["error_of_training"] < 1e-5
+@pytest.mark.parametrize("size", SIZES)
+def test_penalties_of_weights_train_as_in_one_process(size: int) -> None:
+    for name, error in launched(size)["error_of_training"].items():
+        assert error < 1e-5, name
 
 
 def write(model: Any, optimizer: Any, batch: Callable[[int], Tensor], backward: Any, gathered: Any) -> None:
@@ -186,25 +188,23 @@ def error_of_writing(fabric: Fabric, _: str) -> tuple[float, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["single_device", *(pytest.param(each, marks=[pytest.mark.thorough] * (each == "hsdp")) for each in STRATEGIES)],
-)
-def test_whole_weights_are_written_as_in_one_process(name: str) -> None:
-    error, told = launched(name)["error_of_writing"]
-    assert error < 1e-5
-    assert name == "single_device" or "ended with values of `down.weight` of `" in told
+@pytest.mark.parametrize("size", [1, *SIZES])
+def test_whole_weights_are_written_as_in_one_process(size: int) -> None:
+    for name, (error, told) in launched(size)["error_of_writing"].items():
+        assert error < 1e-5, name
+        assert size == 1 or "ended with values of `down.weight` of `" in told, name
 
 
-def prune_within(fabric: Fabric) -> str:
+def prune_within(fabric: Fabric, _: str) -> str:
     model = fabric.setup(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(RuntimeError) as caught, fabric.gathered(model, write=True):
         l1_unstructured(model[0], "weight", amount=0.5)
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_replaced_where_weights_are_whole_is_named() -> None:
-    told = Fabric(accelerator=ACCELERATOR, devices=2, strategy="fsdp").launch(prune_within)
+    told = launched(2)["prune_within"]["fsdp"]
     assert "`weight` of `FSDPSequential` was removed or replaced within" in told
     assert "Prune before `fabric.setup`" in told
 
@@ -224,38 +224,24 @@ def messages_in_shards(fabric: Fabric, _: str) -> list[str]:
     return messages
 
 
-def all_of(world: World, name: str) -> dict[str, Any]:
-    """What three tests look at, each with a fabric of its own in the same ranks."""
-    found: dict[str, Any] = {}
-    functions: list[Callable[[Fabric, str], Any]] = [error_of_writing]
-    functions += [error_of_training] if name in STRATEGIES else []
-    functions += [messages_in_shards] if name in IN_SHARDS else []
-    strategy, _ = STRATEGIES.get(name, (name, 1))
-    for function in functions:
-        with Fabric(accelerator=ACCELERATOR, devices=world.size, strategy=strategy) as fabric:
-            fabric.launch()
-            found[function.__name__] = function(fabric, name)
-    return found
-
-
-@functools.cache
-def launched(name: str) -> dict[str, Any]:
-    """Of one launch for each strategy."""
-    _, size = STRATEGIES.get(name, (name, 1))
-    return run_world(size, all_of, name)[0]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in IN_SHARDS if name != "hsdp"])
-def test_what_reads_or_changes_shards_is_told_so(name: str) -> None:
-    changed, read = launched(name)["messages_in_shards"]
-    assert changed.startswith("A parameter of `")
-    assert "was changed within `fabric.gathered`, where it is a copy" in changed
-    assert read.startswith("Backward failed: RuntimeError: ")
-    assert read.endswith("Read them in a `with fabric.gathered(model):`, where they are whole.")
+def test_what_reads_or_changes_shards_is_told_so() -> None:
+    for name, (changed, read) in launched(2)["messages_in_shards"].items():
+        assert changed.startswith("A parameter of `"), name
+        assert "was changed within `fabric.gathered`, where it is a copy" in changed, name
+        assert read.startswith("Backward failed: RuntimeError: "), name
+        assert read.endswith("Read them in a `with fabric.gathered(model):`, where they are whole."), name
 
 
-def changed_by_hand(fabric: Fabric, is_frozen: bool) -> str:
+def trained_weight_changed(fabric: Fabric, _: str) -> str:
+    return after_a_change(fabric, False)
+
+
+def frozen_weight_changed(fabric: Fabric, _: str) -> str:
+    return after_a_change(fabric, True)
+
+
+def after_a_change(fabric: Fabric, is_frozen: bool) -> str:
     """What the next forward raises after slow weights, or a weight that is not trained, were written by hand."""
     net = Net(False)
     net.down.requires_grad_(not is_frozen)
@@ -274,12 +260,11 @@ def changed_by_hand(fabric: Fabric, is_frozen: bool) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_weight_that_is_changed_at_stage_3_outside_of_the_context_raises_in_the_next_step(is_frozen: bool) -> None:
-    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="deepspeed_stage_3")
-    told = fabric.launch(changed_by_hand, is_frozen)
-    assert told.startswith(f"`{'down' if is_frozen else 'up'}.weight` was changed in place, but at ZeRO stage 3")
-    assert "within `with fabric.gathered(model, write=True):`" in told
+def test_a_weight_that_is_changed_at_stage_3_outside_of_the_context_raises_in_the_next_step() -> None:
+    for function, name in ((trained_weight_changed, "up"), (frozen_weight_changed, "down")):
+        told = launched(2)[function.__name__]["deepspeed_stage_3"]
+        assert told.startswith(f"`{name}.weight` was changed in place, but at ZeRO stage 3")
+        assert "within `with fabric.gathered(model, write=True):`" in told
 
 
 SPELLINGS: dict[str, Callable[[Tensor, Tensor], object]] = {
@@ -287,6 +272,7 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "in place": lambda weight, slow: weight.detach().copy_(slow.lerp_(weight.detach(), 0.5)),
     "assigned": lambda weight, slow: setattr(weight, "data", slow.lerp_(weight.data, 0.5).clone()),
 }
+WAYS = [*(f"{spelling}, after the step" for spelling in SPELLINGS), "data, before the step"]
 
 
 def look_ahead(fabric: Any, spelling: str, when: str) -> tuple[float, str]:
@@ -317,32 +303,32 @@ def look_ahead(fabric: Any, spelling: str, when: str) -> tuple[float, str]:
     return loss.item(), ""
 
 
-def look_ahead_in_each_way(fabric: Fabric) -> dict[str, tuple[float, str]]:
-    ways = [(spelling, "after the step") for spelling in SPELLINGS] + [("data", "before the step")]
-    return {f"{spelling}, {when}": look_ahead(fabric, spelling, when) for spelling, when in ways}
+def look_ahead_in_each_way(fabric: Fabric, _: str) -> dict[str, tuple[float, str]]:
+    return {way: look_ahead(fabric, *way.split(", ")) for way in WAYS}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["deepspeed_stage_3", "fsdp", "ddp_fully_sharded"])
-def test_slow_weights_by_hand_train_as_in_one_process_or_raise_what_to_write(strategy: str) -> None:
-    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
-    for way, (loss, told) in fabric.launch(look_ahead_in_each_way).items():
+def test_slow_weights_by_hand_train_as_in_one_process_or_raise_what_to_write() -> None:
+    alone = {way: look_ahead(None, *way.split(", "))[0] for way in WAYS}
+    found = launched(2)["look_ahead_in_each_way"]
+    for strategy, way in itertools.product(found, WAYS):
+        loss, told = found[strategy][way]
         if strategy == "deepspeed_stage_3":
             how = {
                 "data": "A parameter of `Sequential` was changed in place",
                 "in place": "`0.weight` was changed in place",
                 "assigned": "`0.weight` was assigned through `.data`",
             }[way.split(",")[0]]
-            assert told.startswith(f"{how}, but at ZeRO stage 3 a weight has no values between"), way
+            assert told.startswith(f"{how}, but at ZeRO stage 3 a weight has no values between"), (strategy, way)
             assert "within `with fabric.gathered(model, write=True):`" in told
         elif strategy == "fsdp" and way.startswith("assigned"):
-            assert not told  # see "Found by nothing" in docs/explanation/sanitizer.md
+            assert not told, way  # see "Found by nothing" in docs/explanation/sanitizer.md
         else:
-            assert not told, way
-            assert loss == pytest.approx(look_ahead(None, *way.split(", "))[0], abs=1e-6), way
+            assert not told, (strategy, way)
+            assert loss == pytest.approx(alone[way], abs=1e-6), way
 
 
-def follow(fabric: Fabric) -> str:
+def follow(fabric: Fabric, _: str) -> str:
     """What the next forward of a target network raises, whose weights follow those of another one."""
     model = nn.Linear(4, 4)
     target = fabric.setup(copy.deepcopy(model).requires_grad_(False))
@@ -358,5 +344,36 @@ def follow(fabric: Fabric) -> str:
 
 @pytest.mark.slow
 def test_a_target_network_that_is_written_by_hand_at_stage_3_raises_in_its_next_forward() -> None:
-    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="deepspeed_stage_3", launcher="forkserver")
-    assert fabric.launch(follow).startswith("A parameter of `Linear` was changed in place, but at ZeRO")
+    told = launched(2)["follow"]["deepspeed_stage_3"]
+    assert told.startswith("A parameter of `Linear` was changed in place, but at ZeRO")
+
+
+FUNCTIONS: dict[Callable[[Fabric, str], Any], Sequence[str]] = {
+    error_of_training: list(STRATEGIES),
+    error_of_writing: ["single_device", *STRATEGIES],
+    prune_within: ["fsdp"],
+    messages_in_shards: [name for name in IN_SHARDS if name != "hsdp"],
+    trained_weight_changed: ["deepspeed_stage_3"],
+    frozen_weight_changed: ["deepspeed_stage_3"],
+    look_ahead_in_each_way: ["deepspeed_stage_3", "fsdp", "ddp_fully_sharded"],
+    follow: ["deepspeed_stage_3"],
+}
+"""What the tests look at, and under which strategies."""
+
+
+def call(fabric: Fabric, function: Callable[[Fabric, str], Any], name: str) -> Any:
+    return function(fabric, name)
+
+
+@functools.cache
+def launched(size: int) -> dict[str, dict[str, Any]]:
+    """What the functions return, by function and strategy, of those of so many ranks. Each has a fabric of its own, in
+    the same ranks."""
+    calls = []
+    for function, names in FUNCTIONS.items():
+        of_size = [name for name in names if STRATEGIES.get(name, (name, 1))[1] == size]
+        calls += [(STRATEGIES.get(name, (name, 1))[0], function, name) for name in of_size]
+    found: dict[str, dict[str, Any]] = {}
+    for (_, function, name), each in zip(calls, launch_each(size, call, calls), strict=True):
+        found.setdefault(function.__name__, {})[name] = each
+    return found

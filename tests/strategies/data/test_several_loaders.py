@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 from devices import ACCELERATOR
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from worlds import launch_each
 
 from fabric import Fabric, WorkerError
 from fabric.strategies import DDPStrategy
 
 SIZE = 36
-NUM_EPOCHS = 4
+NUM_EPOCHS = 3
 
 
 class Numbers(Dataset[int]):
@@ -117,16 +119,13 @@ def orders(fabric: Fabric | None, loops: list[Callable[[Loop], None]], num_worke
     return found
 
 
-@pytest.mark.parametrize(
-    ("devices", "num_workers"),
-    [(2, 0), pytest.param(3, 0, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "num_workers"), [(2, 0), (3, 0), pytest.param(2, 2, marks=pytest.mark.thorough)])
 def test_loaders_that_are_kept_have_the_orders_of_one_process(devices: int, num_workers: int) -> None:
     loops = LOOPS[1:4] if num_workers else LOOPS
     expected = orders(None, loops, num_workers)
     assert all(expected[0][0] != other for other in expected[0][1:])
-    with Fabric(accelerator=ACCELERATOR, strategy="ddp", devices=devices) as fabric:
-        assert fabric.launch(orders, loops, num_workers) == expected
+    assert launch_each(devices, orders, [("ddp", loops, num_workers)]) == [expected]
 
 
 def alone(fabric: Fabric, makes: list[Callable[..., Any]]) -> list[list[int]]:
@@ -148,12 +147,10 @@ def alone(fabric: Fabric, makes: list[Callable[..., Any]]) -> list[list[int]]:
     return loop.seen
 
 
-@pytest.mark.parametrize("make", [in_order, shuffled])
-def test_ranks_stay_together_where_rank_zero_evaluates_alone(make: Callable[..., Any]) -> None:
-    with Fabric(accelerator=ACCELERATOR, strategy="ddp", devices=2) as fabric:
-        seen = fabric.launch(alone, [make, in_order])
-    assert all(sorted(order) == list(range(SIZE)) for order in seen[::2])
-    assert len(set(map(tuple, seen))) == len(seen)
+def test_ranks_stay_together_where_rank_zero_evaluates_alone() -> None:
+    for seen in launch_each(2, alone, [("ddp", [make, in_order]) for make in (in_order, shuffled)]):
+        assert all(sorted(order) == list(range(SIZE)) for order in seen[::2])
+        assert len(set(map(tuple, seen))) == len(seen)
 
 
 def train(fabric: Fabric, path: str, make: Callable[..., Any], stop: int | None, is_resumed: bool) -> list[list[int]]:
@@ -181,20 +178,30 @@ def train(fabric: Fabric, path: str, make: Callable[..., Any], stop: int | None,
     return loop.seen
 
 
-@pytest.mark.parametrize("make", [in_order, shuffled])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "devices",
-    [(2, 2), (2, 1), pytest.param((1, 2), marks=pytest.mark.slow), pytest.param((2, 3), marks=pytest.mark.slow)],
-    ids=lambda pair: "to".join(map(str, pair)),
+    ("before", "sizes"),
+    [(2, (2, 1)), pytest.param(2, (3,), marks=pytest.mark.thorough), pytest.param(1, (2,), marks=pytest.mark.thorough)],
 )
-def test_a_run_with_several_loaders_is_resumed_in_the_middle(devices: Any, make: Any, tmp_path: Path) -> None:
-    def run(num: int, stop: int | None, is_resumed: bool) -> list[list[int]]:
-        with Fabric(accelerator=ACCELERATOR, strategy="ddp", devices=num) as fabric:
-            return fabric.launch(train, str(tmp_path / "saved"), make, stop, is_resumed)  # type: ignore[no-any-return]
+def test_a_run_with_several_loaders_is_resumed_in_the_middle(
+    before: int, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    evaluations = (in_order, shuffled)
+    cases = list(product(evaluations, (19, 29)))
+    """Stopped in the second epoch: at the first batch of one loader, and at the fifth of the other."""
 
-    whole = run(1, None, False)
-    for stop in (19, 29):  # in the second epoch: at the first batch of one loader, and at the fifth of the other
-        assert run(devices[0], stop, False) + run(devices[1], None, True) == whole
+    def path(make: Callable[..., Any], stop: int) -> str:
+        return str(tmp_path / f"{make.__name__} {stop}")
+
+    def run(size: int, calls: list[tuple[Any, ...]]) -> list[list[list[int]]]:
+        return launch_each(size, train, [("ddp", *call) for call in calls])
+
+    whole = dict(zip(evaluations, run(1, [("", make, None, False) for make in evaluations]), strict=True))
+    begun = run(before, [(path(*case), *case, False) for case in cases])
+    for after in sizes:
+        resumed = run(after, [(path(make, stop), make, None, True) for make, stop in cases])
+        for (make, stop), first, rest in zip(cases, begun, resumed, strict=True):
+            assert first + rest == whole[make], f"{make.__name__}, after {stop} steps, on {after} ranks"
 
 
 def wait_for_rank_zero(fabric: Fabric) -> None:

@@ -1,9 +1,8 @@
 """Batches of up to so many tokens: each sample once, nearly full, in one order for every number of ranks."""
 
-import functools
 import random
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,20 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
-from worlds import run_world
+from worlds import run_each, run_world
 
 from fabric import Fabric, token_batches
 from fabric.launchers.world import World
 
 BUDGET = 64
+COUNT = 200
+"""Samples of an epoch."""
 
 
 class Texts(Dataset[Any]):
     """Sample n begins with n, and has between 1 and 40 tokens."""
 
-    def __init__(self, count: int = 400) -> None:
+    def __init__(self, count: int = COUNT) -> None:
         draw = random.Random(0)
         self.lengths = [draw.randint(1, 40) for _ in range(count)]
 
@@ -76,47 +77,62 @@ def in_order(results: list[Any]) -> list[int]:
     return list(chain.from_iterable(chain.from_iterable(step) for step in steps))
 
 
-@functools.cache
-def in_one_process(kind: str) -> list[int]:
-    return in_order(run_world(1, read, kind, "", 0, False))
+KINDS = ("map", "stream", "workers")
+RESUMED = [
+    *((kind, *sizes) for sizes in ((2, 2), (2, 3), (3, 1), (1, 2)) for kind in ("map", "stream")),
+    ("workers", 2, 3),
+]
+"""Where an epoch of this kind that was begun on so many ranks goes on, on how many."""
 
 
-@pytest.mark.parametrize("kind", ["map", "stream", "workers"])
-def test_each_sample_comes_once_in_one_order_and_ranks_have_nearly_as_many_tokens(kind: str, tmp_path: Path) -> None:
-    alone = in_one_process(kind)
-    assert sorted(alone) == list(range(400))
-    for size in (2, 3):
-        results = run_world(size, read, kind, "", 0, False)
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[list[Any], list[Any], str]]:
+    """By kind and number of ranks: a whole epoch, one that ends once its position was saved, and where that is."""
+    found = {}
+    for size in (1, 2, 3):
+        folder = tmp_path_factory.mktemp("at")
+        saved = [str(folder / kind) for kind in KINDS]
+        calls = [(kind, "", 0, False) for kind in KINDS] + [
+            (kind, path, 4, False) for kind, path in zip(KINDS, saved, strict=True)
+        ]
+        results = run_each(size, read, calls)
+        for kind, whole, first, path in zip(KINDS, results[: len(KINDS)], results[len(KINDS) :], saved, strict=True):
+            found[kind, size] = whole, first, path
+    return found
+
+
+@pytest.mark.slow
+def test_each_sample_comes_once_in_one_order_and_ranks_have_nearly_as_many_tokens(begun: Any) -> None:
+    for kind, size in product(KINDS, (2, 3)):
+        (results, *_), alone = begun[kind, size], in_order(begun[kind, 1][0])
         together = in_order(results)
-        assert sorted(together) == sorted(alone)
+        assert sorted(together) == sorted(alone) == list(range(COUNT))
         whole = sum(len(step) for samples, _ in results for step in samples[:-2])  # the last batches are split
         assert together[:whole] == alone[:whole]
         assert all(step for samples, _ in results for step in samples)
         tokens = [each for _, tokens in results for each in tokens[: -(24 // size)]]
-        assert len(tokens) > 90
+        assert len(tokens) > COUNT // 6
         assert min(tokens) >= 0.9 * BUDGET
         assert sum(tokens) >= 0.98 * BUDGET * len(tokens)
         assert max(tokens) <= BUDGET
 
 
-@pytest.mark.parametrize(
-    ("kind", "before", "after"),
-    [*((kind, *sizes) for kind in ("map", "stream") for sizes in [(2, 2), (2, 3), (3, 1), (1, 2)]), ("workers", 2, 3)],
-)
-def test_an_epoch_resumes_in_its_middle_under_another_number_of_ranks(
-    kind: str, before: int, after: int, tmp_path: Path
-) -> None:
-    first = in_order(run_world(before, read, kind, str(tmp_path / "at"), 4, False))
-    rest = in_order(run_world(after, read, kind, str(tmp_path / "at"), 0, True))
-    assert sorted(first + rest) == list(range(400))
-    assert (first + rest)[:300] == in_one_process(kind)[:300]
+@pytest.mark.slow
+def test_an_epoch_resumes_in_its_middle_under_another_number_of_ranks(begun: Any) -> None:
+    for size in (1, 2, 3):
+        cases = [(kind, before) for kind, before, after in RESUMED if after == size]
+        resumed = run_each(size, read, [(kind, begun[kind, before][2], 0, True) for kind, before in cases])
+        for (kind, before), results in zip(cases, resumed, strict=True):
+            samples = in_order(begun[kind, before][1]) + in_order(results)
+            assert sorted(samples) == list(range(COUNT)), (kind, before, size)
+            assert samples[: COUNT * 3 // 4] == in_order(begun[kind, 1][0])[: COUNT * 3 // 4], (kind, before, size)
 
 
 def train(world: World) -> Any:
     with Fabric(accelerator=ACCELERATOR, devices=world.size, strategy="ddp" if world.size > 1 else "auto") as fabric:
         fabric.launch()
         torch.manual_seed(3)
-        model = nn.Embedding(400, 7)
+        model = nn.Embedding(COUNT, 7)
         model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=1.0))
         steps: list[Any] = []
         for batch in fabric.setup_dataloaders(loader_of("map", generator=torch.Generator().manual_seed(5))):
@@ -131,7 +147,7 @@ def train(world: World) -> Any:
 def test_steps_are_exact_with_the_number_of_tokens_as_weight() -> None:
     results = run_world(2, train)
     torch.manual_seed(3)
-    texts, model = Texts(), nn.Embedding(400, 7)
+    texts, model = Texts(), nn.Embedding(COUNT, 7)
     optimizer = SGD(model.parameters(), lr=1.0)
     for step in zip(*(steps for steps, _ in results), strict=True):
         samples = [texts[index] for index in chain.from_iterable(step)]
@@ -164,7 +180,7 @@ def test_the_length_is_an_error_that_says_what_to_write(kind: str) -> None:
         for loader in (loader_of(kind), fabric.setup_dataloaders(loader_of(kind))):
             with pytest.raises(TypeError, match=r"^`len` of `token_batches` depends on .* End the loop by steps: "):
                 len(loader)
-            assert len(list(loader)) > 90  # `list` asks for the length, too
+            assert len(list(loader)) > COUNT // 5  # `list` asks for the length, too
 
 
 def test_arguments_that_contradict_each_other_raise() -> None:
@@ -183,7 +199,7 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.place, self.qkv = nn.Embedding(400, 8), nn.Embedding(64, 8), nn.Linear(8, 24)
+        self.embed, self.place, self.qkv = nn.Embedding(COUNT, 8), nn.Embedding(64, 8), nn.Linear(8, 24)
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
         q, k, v = self.qkv(self.embed(tokens) + self.place(positions))[None].chunk(3, -1)
@@ -242,7 +258,7 @@ def read_parts(
         if resumes:
             fabric.load(folder, {"loader": loader})
         else:
-            assert len(list(loader)) > 60
+            assert len(list(loader)) > COUNT // 7
         samples = []
         for number, batch in enumerate(loader, start=1):
             samples.append(batch["number"].tolist())
@@ -251,12 +267,15 @@ def read_parts(
         return samples, None
 
 
-@pytest.mark.parametrize(("is_persistent", "before", "after"), [(True, 2, 1), (False, 1, 2)])
-def test_workers_of_a_stream_that_shuffles_read_each_sample_once_and_resume_in_its_order(
-    is_persistent: bool, before: int, after: int, tmp_path: Path
-) -> None:
-    results = run_world(before, read_parts, is_persistent, str(tmp_path / "at"), 4, False)
-    whole, first = in_order(results), in_order([(samples[:4], None) for samples, _ in results])
-    rest = in_order(run_world(after, read_parts, is_persistent, str(tmp_path / "at"), 0, True))
-    assert sorted(whole) == sorted(first + rest) == list(range(400))
-    assert (first + rest)[:300] == whole[:300] != sorted(whole)[:300]
+@pytest.mark.slow
+def test_workers_of_a_stream_that_shuffles_read_each_sample_once_and_resume_in_its_order(tmp_path: Path) -> None:
+    """With workers that last, from two ranks to one; with new ones in each epoch, from one rank to two."""
+    new, lasting = str(tmp_path / "new"), str(tmp_path / "lasting")
+    (of_one,) = run_each(1, read_parts, [(False, new, 4, False)])
+    of_two, after_one = run_each(2, read_parts, [(True, lasting, 4, False), (False, new, 0, True)])
+    (after_two,) = run_each(1, read_parts, [(True, lasting, 0, True)])
+    for results, resumed in ((of_one, after_one), (of_two, after_two)):
+        whole, first = in_order(results), in_order([(samples[:4], None) for samples, _ in results])
+        rest = in_order(resumed)
+        assert sorted(whole) == sorted(first + rest) == list(range(COUNT))
+        assert (first + rest)[: COUNT * 3 // 4] == whole[: COUNT * 3 // 4] != sorted(whole)[: COUNT * 3 // 4]

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from worlds import run_world
+from worlds import launch_each
 
 from fabric import Fabric
-from fabric.launchers.world import World
 from fabric.strategies import ModelParallelStrategy, Strategy
 
 DATA = torch.randn(3, 8, 4, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -72,19 +70,9 @@ STRATEGIES: dict[str, str | Strategy] = {
 }
 
 
-def train_under_each(world: World) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """One strategy after the other in the same ranks."""
-    found = {}
-    for name, strategy in STRATEGIES.items():
-        with Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=world.size) as fabric:
-            fabric.launch()
-            found[name] = train(fabric)
-    return found
-
-
 @functools.cache
 def trained_by_ranks() -> dict[str, dict[str, dict[str, Tensor]]]:
-    return run_world(2, train_under_each)[0]
+    return dict(zip(STRATEGIES, launch_each(2, train, [(each,) for each in STRATEGIES.values()]), strict=True))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import torch
 from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from worlds import run_world
+from worlds import run_each
 
 from fabric import Fabric
 from fabric.launchers.world import World
@@ -118,9 +118,9 @@ def train_each(world: World, strategy: str | Strategy) -> dict[str, Any]:
 
 
 @functools.cache
-def trained_by_ranks(name: str) -> list[dict[str, Any]]:
-    """Of one launch for each strategy."""
-    return run_world(2, train_each, STRATEGIES[name])
+def trained_by_ranks() -> dict[str, list[dict[str, Any]]]:
+    """By strategy, of each rank."""
+    return dict(zip(STRATEGIES, run_each(2, train_each, [(each,) for each in STRATEGIES.values()]), strict=True))
 
 
 @functools.cache
@@ -131,13 +131,13 @@ def trained_alone(twice: str | None = None) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_blocks_that_run_once_train_as_in_one_process(name: str) -> None:
-    torch.testing.assert_close(trained_by_ranks(name)[0]["once"], trained_alone())
+    torch.testing.assert_close(trained_by_ranks()[name][0]["once"], trained_alone())
 
 
 @pytest.mark.parametrize("twice", TWICE)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_runs_twice_is_told_what_to_pass_instead(name: str, twice: str) -> None:
-    first, second = (found[twice] for found in trained_by_ranks(name))
+    first, second = (found[twice] for found in trained_by_ranks()[name])
     if (name, twice) in {("ddp_fully_sharded", "model"), ("ddp_fully_sharded", "adapter"), ("fsdp", "adapter")}:
         torch.testing.assert_close(first, trained_alone(twice))
     else:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -17,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import mse_loss
 from torch.optim import LBFGS, Adafactor, AdamW, Muon, Optimizer
 from torch.profiler import ProfilerActivity, profile
+from worlds import launch_each
 
 from fabric import Fabric, read_checkpoint
 from fabric.strategies import (
@@ -172,12 +172,10 @@ STRATEGIES: dict[str, tuple[int, int, Strategy]] = {
 """With their ranks, and the shares into which a batch is split."""
 
 
-def launch(name: str, function: Callable[..., Any], *args: Any) -> Any:
+def launch(name: str, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """What the function returns for each of several tuples of arguments, in the same ranks."""
     size, num_shares, strategy = STRATEGIES[name]
-    fabric = Fabric(
-        accelerator=ACCELERATOR, devices=size, strategy=strategy, precision="64-true", launcher="forkserver"
-    )
-    return fabric.launch(function, num_shares, *args)
+    return launch_each(size, function, [(strategy, num_shares, *each) for each in calls], precision="64-true")
 
 
 def weights(fabric: Fabric, model: nn.Module) -> dict[str, Tensor]:
@@ -208,7 +206,7 @@ def trained(fabric: Fabric, num_shares: int, kind: Callable[..., Optimizer], clo
 def test_whole_parameters_are_stepped_by_one_owner_each_as_in_one_process(
     name: str, kind: Callable[..., Optimizer], closures: bool
 ) -> None:
-    found, held, has_own = launch(name, trained, kind, closures)
+    [(found, held, has_own)] = launch(name, trained, [(kind, closures)])
     model, optimizer = make(kind)
     train(Alone(), model, optimizer, range(6), closures=closures)
     torch.testing.assert_close(found, dict(model.state_dict()), rtol=1e-9, atol=1e-9)
@@ -222,7 +220,7 @@ def test_whole_parameters_are_stepped_by_one_owner_each_as_in_one_process(
 def test_numbers_that_an_optimizer_of_no_table_reads_in_a_step_are_those_of_whole_parameters(
     name: str, closures: bool
 ) -> None:
-    found, _, _ = launch(name, trained, Trusting, closures)
+    [(found, _, _)] = launch(name, trained, [(Trusting, closures)])
     model, optimizer = make(Trusting)
     train(Alone(), model, optimizer, range(6), closures=closures)
     torch.testing.assert_close(found, dict(model.state_dict()), rtol=1e-9, atol=1e-9)
@@ -287,14 +285,13 @@ def test_states_of_owners_are_saved_under_the_users_names_and_resume_anywhere(
     train(Alone(), model, optimizer, range(3, 6))
     expected = dict(model.state_dict())
     path = str(tmp_path / "fsdp")
-    torch.testing.assert_close(launch("fsdp", save_and_go_on, path, kind), expected, **close)
+    torch.testing.assert_close(launch("fsdp", save_and_go_on, [(path, kind)]), [expected], **close)
     saved = read_checkpoint(path, ["model", "optimizer"])
     torch.testing.assert_close(saved["optimizer"]["state"], content["optimizer"]["state"], **close)
     for name in ("shard_optimizer", "hsdp", "model_parallel", "one_rank", "fsdp"):
         given = content if name == "model_parallel" else None
-        torch.testing.assert_close(
-            launch(name, load_and_set_up, path, given, kind), [expected] * (3 if given else 1), **close
-        )
+        [found] = launch(name, load_and_set_up, [(path, given, kind)])
+        torch.testing.assert_close(found, [expected] * (3 if given else 1), **close)
         path = f"{path}.again"
     alone, other = make(kind, seed=1)
     again = read_checkpoint(path, ["model", "optimizer"])
@@ -325,20 +322,14 @@ def counted(
     return found, {name: tensor[0, 0] for name, tensor in weights(fabric, model).items()}
 
 
-def counted_each(
-    fabric: Fabric, num_shares: int, runs: list[tuple[Callable[..., Optimizer], int]]
-) -> list[tuple[int, dict[str, Tensor]]]:
-    return [counted(fabric, num_shares, kind, width) for kind, width in runs]
-
-
 @pytest.mark.slow
 def test_messages_are_packed_and_there_are_none_for_optimizers_that_update_each_element_alone() -> None:
-    of_one = launch("one_rank", counted_each, [(Adafactor, 8), (Adafactor, LARGE)])
+    of_one = launch("one_rank", counted, [(Adafactor, 8), (Adafactor, LARGE)])
     assert [number for number, _ in of_one] == [0, 0]
-    (of_adam, _), *of_fsdp = launch("fsdp", counted_each, [(AdamW, 8), (Adafactor, 8)])
+    (of_adam, _), *of_fsdp = launch("fsdp", counted, [(AdamW, 8), (Adafactor, 8)])
     assert of_adam == 0
-    of_hsdp = launch("hsdp", counted_each, [(Adafactor, 8)])
-    of_replicas = launch("shard_optimizer", counted_each, [(Adafactor, 8), (Adafactor, LARGE)])
+    of_hsdp = launch("hsdp", counted, [(Adafactor, 8)])
+    of_replicas = launch("shard_optimizer", counted, [(Adafactor, 8), (Adafactor, LARGE)])
     assert [number for number, _ in (*of_fsdp, *of_hsdp, *of_replicas)] == [2, 2, 1, 2]
     for _, after in (*of_fsdp, *of_hsdp, of_replicas[0]):
         torch.testing.assert_close(after, of_one[0][1])
@@ -402,6 +393,5 @@ def test_optimizers_that_would_train_to_other_numbers_are_refused_in_setup() -> 
         (2, FSDPStrategy(), LBFGS, at_once),
         (2, ModelParallelStrategy(parallelize_fn=cut_all, shard=2), LBFGS, at_once),
     ]
-    for size, strategy, kind, words in cases:
-        fabric = Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy, launcher="forkserver")
-        fabric.launch(refused, kind, words)
+    for size in (2, 4):
+        launch_each(size, refused, [each for of_size, *each in cases if of_size == size])
