@@ -40,7 +40,7 @@ CACHE = -o cache_dir=.pytest_cache/$@
 ALONE := $(if $(shell command -v flock),flock .venv)
 APT := $(if $(shell command -v flock),flock $(RUN)) apt-get -qq
 
-.PHONY: demo docs pictures environment slurm browser device test test-thorough test-kernels docs test-examples test-browser test-clients test-clients-thorough test-clusters test-device test-device-thorough test-today test-on-device test-on-device-thorough test-on-today test-gpu test-horovod test-xla lint others names-of-others check bench numbers optimizers clean
+.PHONY: demo docs pictures environment slurm browser device test test-thorough test-kernels docs test-examples test-browser test-clients test-clients-thorough test-clusters test-device test-device-thorough test-today test-on-device test-on-device-thorough test-on-today test-gpu test-horovod test-horovod-thorough test-xla test-xla-thorough lint others names-of-others check bench numbers optimizers clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -82,7 +82,10 @@ test-clusters: environment slurm  ## The tests on clusters that are started here
 # Those on several machines need root and what `make slurm` installs; without it they are skipped.
 test-horovod: $(HOROVOD)/test.done  ## Tests over Horovod, whose wheel is built once (two minutes), and Open MPI
 	$(HOROVOD)/bin/python -m pytest tests/over_horovod tests/launchers/environments/test_mpirun.py tests/clusters/test_mpirun.py \
-	    $(PYTEST_ARGS)
+	    -k 'not the_rest' $(PYTEST_ARGS)
+
+test-horovod-thorough: $(HOROVOD)/test.done  ## The cases that test-horovod leaves out
+	$(HOROVOD)/bin/python -m pytest tests/over_horovod -k the_rest $(PYTEST_ARGS)
 
 # The torch of torch_xla is the oldest that this package installs with: what a few strategies compute on the CPU, whether
 # it has each private name, and what is right with it by another road.
@@ -92,9 +95,13 @@ ON_OLDEST := tests/conformance/test_strategies.py tests/strategies/collectives/t
 
 # Replicas are threads of one process, which has as many devices from its first to its last test.
 test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the processor
-	CPU_NUM_DEVICES=2 timeout 1500 $(XLA)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
-	CPU_NUM_DEVICES=4 timeout 600 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision' $(PYTEST_ARGS)
+	CPU_NUM_DEVICES=2 timeout 1500 $(XLA)/bin/python -m pytest tests/xla -k 'not the_rest' $(PYTEST_ARGS)
+	CPU_NUM_DEVICES=4 timeout 600 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision and true' $(PYTEST_ARGS)
 	$(XLA)/bin/python -m pytest $(ON_OLDEST) $(PYTEST_ARGS)
+
+test-xla-thorough: $(XLA)/test.done  ## The cases that test-xla leaves out
+	CPU_NUM_DEVICES=2 timeout 900 $(XLA)/bin/python -m pytest tests/xla -k the_rest $(PYTEST_ARGS)
+	CPU_NUM_DEVICES=4 timeout 300 $(XLA)/bin/python -m pytest tests/xla -k 'precision and mixed' $(PYTEST_ARGS)
 
 # torch alone may be out of reach: whatever else fails, fails.
 device: $(NEWEST_PIP)/pip.done  ## What test-device and test-today need; PyPI's newest torch, 526 MB, is downloaded once
@@ -138,7 +145,7 @@ others: $(OTHERS)  ## What has an environment of its own, or needs root
 names-of-others:
 	@echo $(OTHERS)
 
-check: test-thorough test-today test-kernels test-device test-device-thorough test-clients-thorough others  ## All of these; --jobs 2 runs two of them at a time
+check: test-thorough test-today test-kernels test-device test-device-thorough test-clients-thorough test-horovod-thorough test-xla-thorough others  ## All of these; --jobs 2 runs two of them at a time
 
 bench: $(RUN)/bench.done device  ## Ratios against raw PyTorch and others; writes docs/measurements/bench.md
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)

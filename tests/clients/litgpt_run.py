@@ -1,9 +1,8 @@
 """Run litgpt's own scripts on a tiny model, over Lightning Fabric or over `fabric.lightning`.
 
-    LITGPT_RUN=CHECKPOINT python litgpt_run.py
     LITGPT_RUN="CHECKPOINT LIBRARY FOLDER SCRIPT:STRATEGY:DEVICES ..." python litgpt_run.py tiny
 
-The first makes random weights, a tokenizer and data in the folder CHECKPOINT; the second trains from there.
+CHECKPOINT: a folder with random weights, a tokenizer and data, which the first run makes. Runs train from there.
 
 The words are in a variable because litgpt reads the command line again for what it saves, and a launcher runs it again
 in each rank.
@@ -138,6 +137,19 @@ def make_checkpoint(folder: Path) -> None:
         (folder / f"{split}.json").write_text(json.dumps(rows))
 
 
+def make_checkpoint_in_a_fork(folder: Path) -> None:
+    """The ranks of this process are forks as well, which need one that has drawn and computed nothing."""
+    if child := os.fork():
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return
+    code = 1
+    try:
+        make_checkpoint(folder)
+        code = 0
+    finally:
+        os._exit(code)
+
+
 def run(checkpoint: Path, script: str, devices: int, out: Path) -> None:
     """Call the script's `setup`, as litgpt's command line does."""
     from litgpt.args import EvalArgs, TrainArgs
@@ -196,11 +208,9 @@ def run(checkpoint: Path, script: str, devices: int, out: Path) -> None:
 
 def main() -> None:
     """See the module."""
-    checkpoint, *words = os.environ["LITGPT_RUN"].split()
-    if not words:
-        make_checkpoint(Path(checkpoint))
-        return
-    library, folder, *runs = words
+    checkpoint, library, folder, *runs = os.environ["LITGPT_RUN"].split()
+    if not Path(checkpoint).exists():
+        make_checkpoint_in_a_fork(Path(checkpoint))
     if library == "fabric":
         put_ours_in_its_place()
     if len(runs) == 1:

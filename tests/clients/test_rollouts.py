@@ -98,21 +98,21 @@ def adapted(**options: Any) -> Any:
     return get_peft_model(LlamaForCausalLM(LlamaConfig(**{**CONFIG, "tie_word_embeddings": False})), config)
 
 
-def merged(world: World, strategy: str, options: dict[str, Any]) -> None:
+def merged(world: World, strategy: str) -> None:
     with Fabric(accelerator="cpu", strategy=strategy, devices=world.size) as fabric:
         fabric.launch()
-        net = adapted(**options)
-        expected = copy.deepcopy(net).merge_and_unload().state_dict()
-        model = fabric.setup_module(net)
-        before = fabric.state_dict(model, all_ranks=True)
-        for bucket_bytes in (1, 2**26):
-            found = dict(fabric.weights(model, bucket_bytes=bucket_bytes, merge_adapters=True))
-            assert list(found) == list(expected)
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        torch.testing.assert_close(fabric.state_dict(model, all_ranks=True), before, rtol=0, atol=0)
+        for options in ({}, {"use_dora": True, "modules_to_save": ["lm_head"]}):
+            net = adapted(**options)
+            expected = copy.deepcopy(net).merge_and_unload().state_dict()
+            model = fabric.setup_module(net)
+            before = fabric.state_dict(model, all_ranks=True)
+            for bucket_bytes in (1, 2**26):
+                found = dict(fabric.weights(model, bucket_bytes=bucket_bytes, merge_adapters=True))
+                assert list(found) == list(expected)
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            torch.testing.assert_close(fabric.state_dict(model, all_ranks=True), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("options", [{}, {"use_dora": True, "modules_to_save": ["lm_head"]}], ids=["lora", "dora"])
-def test_adapters_are_merged_as_peft_merges_them(strategy: str, options: dict[str, Any]) -> None:
-    run_world(2, merged, strategy, options)
+def test_adapters_of_lora_and_of_dora_are_merged_as_peft_merges_them(strategy: str) -> None:
+    run_world(2, merged, strategy)

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from forked_python import python
 from machines import Machine, machines, ssh, why_not
 
 MPIRUN = shutil.which("mpirun", path=sysconfig.get_path("scripts")) or shutil.which("mpirun")
@@ -25,7 +26,8 @@ pytestmark = [
 needs_mpi4py = pytest.mark.skipif(find_spec("mpi4py") is None, reason="`make test-horovod` runs these; here is none")
 
 PROGRAM = """
-import json, os, platform, sys
+import json, os, sys
+from socket import gethostname
 doing = sys.argv[1]
 if doing == "mpi4py":
     from mpi4py import MPI
@@ -44,7 +46,7 @@ if doing == "raise" and fabric.node_rank == 1:
 if doing == "raise":
     fabric.barrier()
 world = detect_world(os.environ)
-place = [fabric.global_rank, platform.node(), fabric.node_rank, fabric.local_rank, world.local_size, world.launcher]
+place = [fabric.global_rank, gethostname(), fabric.node_rank, fabric.local_rank, world.local_size, world.launcher]
 sys.stdout.write(json.dumps([*place, fabric.world_size, total]) + "\\n")
 """
 
@@ -67,7 +69,8 @@ def mpirun(nodes: tuple[Machine, ...], tmp_path: Path, *words: str) -> subproces
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
     options = ("--host", "n1:2,n2:2", "-x", "MASTER_ADDR=n1", "-x", "OMP_NUM_THREADS=1")
-    return nodes[0].run(MPIRUN, *options, sys.executable, *words, env=environ, stdin=subprocess.DEVNULL)
+    own = (sys.executable,) if "mpi4py" in words else python()  # its library of MPI is loaded at the start
+    return nodes[0].run(MPIRUN, *options, *own, *words, env=environ, stdin=subprocess.DEVNULL)
 
 
 @needs_mpi4py  # the test below connects the same ranks without it

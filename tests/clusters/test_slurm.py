@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_python import python
 from machines import why_not
 from slurm import PROGRAMS, Slurm, slurm
 from torch import nn
@@ -89,13 +90,13 @@ def check_world(found: list[dict[str, Any]], *, size: int, launcher: str) -> Non
     ],
 )
 def test_tasks_of_srun_are_the_ranks(cluster: Slurm, place: Path, options: tuple[str, ...], size: int) -> None:
-    found = places(cluster.run("srun", *options, sys.executable, place))
+    found = places(cluster.run("srun", *options, *python(), place))
     check_world(found, size=size, launcher="slurm")
     assert {one["node"] for one in found} == {"n1", "n2"}
 
 
 def test_a_shell_of_salloc_is_not_a_rank_and_srun_in_it_starts_ranks(cluster: Slurm, place: Path) -> None:
-    program = f"{sys.executable} {place}; srun {sys.executable} {place}"
+    program = "{0}; srun {0}".format(" ".join((*python(), str(place))))
     alone, *together = places(cluster.run("salloc", "--nodes=2", "--ntasks-per-node=1", "sh", "-c", program))
     assert (alone["launcher"], alone["size"]) == (None, 1)
     check_world(together, size=2, launcher="slurm")
@@ -104,7 +105,8 @@ def test_a_shell_of_salloc_is_not_a_rank_and_srun_in_it_starts_ranks(cluster: Sl
 def test_a_batch_script_is_not_a_rank_and_srun_in_it_starts_ranks(cluster: Slurm, place: Path, tmp_path: Path) -> None:
     script, output, over = tmp_path / "job.sh", tmp_path / "output", tmp_path / "over"
     os.mkfifo(over)
-    commands = (f"{sys.executable} {place}", f"srun bash -c '{sys.executable} {place}'", f"echo over > {over}")
+    program = " ".join((*python(), str(place)))
+    commands = (program, f"srun bash -c '{program}'", f"echo over > {over}")
     script.write_text("\n".join(("#!/bin/sh", *commands)))
     job = cluster.run("sbatch", "--parsable", "--nodes=2", "--ntasks=2", "--output", output, script).stdout.strip()
     wait_for(over, cluster, output, job)  # `sbatch --wait` looks every 2 s, then every 4 s, then every 8 s
@@ -117,7 +119,9 @@ def test_a_batch_script_is_not_a_rank_and_srun_in_it_starts_ranks(cluster: Slurm
 def test_one_task_with_a_terminal_is_a_person_and_several_are_ranks(cluster: Slurm, place: Path) -> None:
     own = on_terminal(cluster, "srun", "--pty", sys.executable, place, "2")
     check_world(own, size=2, launcher="fork")
-    say = f"{sys.executable} {place} > {place.parent}/$SLURM_PROCID.json"  # but for the first, tasks have no terminal
+    say = (
+        f"{' '.join(python())} {place} > {place.parent}/$SLURM_PROCID.json"  # but for the first, tasks have no terminal
+    )
     on_terminal(cluster, "salloc", "--nodes=2", "--ntasks=2", "srun", "--pty", "sh", "-c", say)
     together = [json.loads((place.parent / f"{rank}.json").read_text()) for rank in range(2)]
     check_world(together, size=2, launcher="slurm")
@@ -137,23 +141,23 @@ def on_terminal(cluster: Slurm, *command: str | Path) -> list[dict[str, Any]]:
 
 def test_tasks_that_are_called_bash_are_ranks(cluster: Slurm, place: Path) -> None:
     found = places(
-        cluster.run("srun", "--nodes=1", "--nodelist=n1", "--ntasks=2", "bash", "-c", f"{sys.executable} {place}")
+        cluster.run("srun", "--nodes=1", "--nodelist=n1", "--ntasks=2", "bash", "-c", " ".join((*python(), str(place))))
     )
     check_world(found, size=2, launcher="slurm")
     assert {one["node"] for one in found} == {"n1"}
 
 
 def test_torchrun_inside_a_job_is_torchrun(cluster: Slurm, place: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2")
+    torchrun = (*python(), "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--no-python")
     meet = ("--rdzv-backend=c10d", "--rdzv-endpoint=n1:29500")
-    found = places(cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *torchrun, *meet, place))
+    found = places(cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *torchrun, *meet, *python(), place))
     assert [one["rank"] for one in found] == [0, 1, 2, 3]
     assert {(one["size"], one["sum"], one["launcher"]) for one in found} == {(4, 15.0, "torchelastic")}
 
 
 def test_fewer_devices_than_tasks_are_an_error_with_both_numbers(cluster: Slurm, tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text("from fabric import Fabric\nFabric(accelerator='cpu', devices=1)\nprint('made')")
-    done = cluster.run("srun", "--ntasks=2", sys.executable, tmp_path / "alone.py")
+    done = cluster.run("srun", "--ntasks=2", *python(), tmp_path / "alone.py")
     assert (done.returncode != 0, done.stdout) == (True, "")
     assert "ask for 1 process on this node, but slurm started 2 processes" in done.stderr
     assert "SLURM_STEP_NUM_TASKS=2" in done.stderr

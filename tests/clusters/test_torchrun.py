@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_python import python
 from machines import Machine, machines, why_not
 from processes import run
 
@@ -52,10 +52,10 @@ def nodes(tmp_path: Path) -> Iterator[tuple[Machine, ...]]:
 
 
 def test_two_nodes_are_one_world(nodes: tuple[Machine, ...], place: Path) -> None:
-    meet = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:29500")
+    meet = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:29500", "--no-python", *python())
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with contextlib.ExitStack() as stack:
-        agents = [stack.enter_context(node.start(sys.executable, *TORCHRUN, *meet, place, **pipes)) for node in nodes]
+        agents = [stack.enter_context(node.start(*python(), *TORCHRUN, *meet, place, **pipes)) for node in nodes]
         for agent in agents:
             stack.callback(agent.kill)
         outputs = [agent.communicate(timeout=110) for agent in agents]
@@ -71,7 +71,7 @@ def test_two_nodes_are_one_world(nodes: tuple[Machine, ...], place: Path) -> Non
 
 
 def test_after_a_restart_the_ranks_connect_again_and_have_their_attempt(place: Path) -> None:
-    done = run([*TORCHRUN, "--max-restarts=2", place], FAILURES="2")
+    done = run([*TORCHRUN, "--max-restarts=2", "--no-python", *python(), place], FAILURES="2")
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert sorted((one["attempt"], one["rank"]) for one in found) == [
@@ -82,6 +82,6 @@ def test_after_a_restart_the_ranks_connect_again_and_have_their_attempt(place: P
 
 
 def test_without_restarts_left_the_failure_is_torchruns(place: Path) -> None:
-    done = run([*TORCHRUN, "--max-restarts=0", place], FAILURES="1")
+    done = run([*TORCHRUN, "--max-restarts=0", "--no-python", *python(), place], FAILURES="1")
     assert done.returncode == 1
     assert "ValueError: boom" in done.stderr

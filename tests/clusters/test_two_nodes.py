@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from forked_python import python
 
 from fabric import read_checkpoint
 
@@ -87,7 +87,7 @@ def _start(
     node: Node, rank: int, script: Path, main: Node, *arguments: str, stdout: int | None = None
 ) -> subprocess.Popen[str]:
     return node.start(
-        sys.executable, "-m", "fabric", "run", "--node-rank", str(rank), "--main-address", main.address,
+        *python(), "-m", "fabric", "run", "--node-rank", str(rank), "--main-address", main.address,
         "--main-port", "29511", str(script), *arguments,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)}, stdout=stdout, stderr=subprocess.PIPE,
     )  # fmt: skip

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+import template
+from forked_python import python
 from processes import all_gone, run, running
 
 pytestmark = pytest.mark.slow
@@ -60,10 +62,10 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def by_horovodrun(size: int, *arguments: str | Path) -> list[str]:
+def by_horovodrun(size: int, *command: str | Path) -> list[str]:
     """Python's arguments for a program whose ranks horovodrun starts."""
     own = str(Path(sys.executable).with_name("horovodrun"))
-    return [own, "--gloo", "-np", str(size), sys.executable, *map(str, arguments)]
+    return [own, "--gloo", "-np", str(size), *map(str, command)]
 
 
 def places(done: subprocess.CompletedProcess[str]) -> list[list[object]]:
@@ -79,18 +81,18 @@ def test_our_launchers_start_ranks_that_communicate_over_horovod(launcher: str, 
 
 
 def test_ranks_of_horovodrun_communicate_over_horovod(program: Path) -> None:
-    found = places(run(by_horovodrun(2, program, "auto", "close", "2")))
+    found = places(run(by_horovodrun(2, *python(), program, "auto", "close", "2")))
     assert found == [["horovod", rank, 2, rank, 2, 0, 1, 3.0] for rank in range(2)]
 
 
 def test_ranks_of_torchrun_communicate_over_horovod(program: Path) -> None:
     by_torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    found = places(run([*by_torchrun, program, "auto", "close"]))
+    found = places(run([*by_torchrun, program, "auto", "close"], **{template.FORKS: "yes"}))
     assert found == [["torchelastic", rank, 2, rank, 2, 0, 1, 3.0] for rank in range(2)]
 
 
 def test_a_number_of_devices_that_is_not_horovodruns_is_an_error_with_both(program: Path) -> None:
-    done = run(by_horovodrun(2, program, "auto", "end", "3"))
+    done = run(by_horovodrun(2, *python(), program, "auto", "end", "3"))
     assert done.returncode != 0
     output = done.stdout + done.stderr
     assert "ask for 3 processes on this node, but horovod started 2 processes (2 on this node; read: HOROVOD_" in output
@@ -108,7 +110,7 @@ def test_a_rank_that_raises_is_reported_first_and_ends_the_others_at_once(progra
 
 def test_a_rank_that_raises_ends_a_job_of_horovodrun(program: Path) -> None:
     start = time.monotonic()
-    done = run(by_horovodrun(2, program, "auto", "raise"))
+    done = run(by_horovodrun(2, sys.executable, program, "auto", "raise"))
     assert done.returncode != 0
     assert "ArithmeticError: rank 1 cannot go on" in done.stdout + done.stderr
     assert time.monotonic() - start < 60
@@ -128,7 +130,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout_and_the_job_ends(program:
     )
     assert "waited 10 s: rank 0 arrived, rank 1 did not arrive." in done.stderr
     start = time.monotonic()
-    external = run(by_horovodrun(2, program, "auto", "hang"))
+    external = run(by_horovodrun(2, sys.executable, program, "auto", "hang"))
     assert external.returncode != 0
     assert "waited 10 s: rank 0 arrived, rank 1 did not arrive." in external.stdout + external.stderr
     assert time.monotonic() - start < 60

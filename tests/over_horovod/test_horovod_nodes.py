@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_python import python
 from machines import machines, ssh, why_not
 
 MISSING = why_not()
@@ -18,7 +19,8 @@ pytestmark = [
 ]
 
 PROGRAM = """
-import json, os, platform, sys
+import json, os, sys
+from socket import gethostname
 import torch
 from fabric import Fabric
 from fabric.launchers import detect_world
@@ -28,14 +30,14 @@ with Fabric(accelerator="cpu", strategy="horovod") as fabric:
     model = fabric.setup(torch.nn.Linear(1, 1, bias=False))
     fabric.backward(model(torch.tensor([[2.0 ** fabric.global_rank]])).sum())
     world = detect_world(os.environ)
-    place = [fabric.global_rank, platform.node(), fabric.node_rank, fabric.local_rank, world.local_size, world.launcher]
+    place = [fabric.global_rank, gethostname(), fabric.node_rank, fabric.local_rank, world.local_size, world.launcher]
     sys.stdout.write(json.dumps([*place, fabric.world_size, model.weight.grad.item()]) + "\\n")
 """
 
 
 def test_ranks_on_two_nodes_average_their_gradients_over_horovod(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = ("--gloo", "--disable-cache", "-np", "4", "-H", "n1:2,n2:2", sys.executable, tmp_path / "program.py")
+    command = ("--gloo", "--disable-cache", "-np", "4", "-H", "n1:2,n2:2", *python(), tmp_path / "program.py")
     with machines(("n1", "n2"), tmp_path) as nodes:
         ssh(nodes, tmp_path)
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"

@@ -36,22 +36,24 @@ PICTURES = {
 """The command that the picture shows, and the program that it runs."""
 
 
-def seen(name: str) -> str:
-    """What the command writes to a terminal, as one who sees it would read it: the last state of each line."""
+def seen(name: str, start: type[subprocess.Popen[bytes]] = subprocess.Popen) -> str:
+    """What the command writes to a terminal, as one who sees it would read it: the last state of each line.
+
+    `start`: starts the command."""
     command, program = PICTURES[name]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(program)
-        words = [str(Path(sys.executable).parent / command.split()[0]), *command.split()[1:]]
-        text = screen(on_terminal(words, folder))
+        by = {"python": [], "fabric": ["-m", "fabric"]}[command.split()[0]]
+        text = screen(on_terminal([sys.executable, *by, *command.split()[1:]], folder, start))
     return text.replace(f"{folder}/", "").replace(f"{ROOT}/", "").replace("\n\n\n", "\n\n")
 
 
-def on_terminal(words: list[str], folder: str) -> str:
+def on_terminal(words: list[str], folder: str, start: type[subprocess.Popen[bytes]]) -> str:
     """All that the command writes to a terminal of its own."""
     ours, theirs = pty.openpty()
     settings = {"COLUMNS": str(COLUMNS), "LINES": "50", "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
     written = b""
-    with subprocess.Popen(
+    with start(
         words, cwd=folder, env={**os.environ, **settings}, stdin=theirs, stdout=theirs, stderr=theirs,
         start_new_session=True,
     ) as process:  # fmt: skip

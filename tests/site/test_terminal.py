@@ -3,11 +3,11 @@
 import html
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import template
 from terminal import FOLDER, PICTURES, ROOT, block, seen
 
 pytestmark = pytest.mark.slow
@@ -36,10 +36,11 @@ def words_of(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_shows_what_the_program_prints(name: str) -> None:
+def test_a_picture_shows_what_the_program_prints(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = (FOLDER / f"{name}.svg").read_text()
     shown = words_of(html.unescape(" ".join(re.findall(r"<text[^>]*>(.*?)</text>", picture, re.DOTALL))))
-    printed = words_of(seen(name))
+    monkeypatch.setenv(template.FORKS, "yes")
+    printed = words_of(seen(name, template.Popen))
     for words in SAID[name]:
         assert words in printed, printed
         assert words in shown, "run `make pictures`"
@@ -54,9 +55,9 @@ def test_the_run_of_the_tutorial_that_is_stopped_on_two_ranks_goes_on_on_four(tm
     )
     printed = []
     for devices, script in ((2, "stopped.py"), (4, "train.py")):
-        command = [str(Path(sys.executable).parent / "fabric"), "run", "--devices", str(devices), script]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=100)
+        command = [sys.executable, "-m", "fabric", "run", "--devices", str(devices), script]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", template.FORKS: "yes"}
+        done = template.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=100)
         assert done.returncode == 0, done.stdout + done.stderr
         printed.append(done.stdout)
     page = (ROOT / "docs/tutorial/3-a-checkpoint.md").read_text()

@@ -28,6 +28,29 @@ READS = ("item", "cpu", "numpy", "tolist", "to", "__bool__", "__float__", "__int
 """Methods of a tensor that read its values on the host."""
 
 
+CHOSEN = (
+    "sgd", "adamw", "groups", "repeated_backward", "scalars", "accumulate_and_clip", "clip_value", "weights",
+    "not_finite", "evaluate_between", "dropout", "tied", "frozen", "buffers", "written_weights", "unused",
+    "later_optimizers", "joint_optimizer", "bare_parameters", "empty_init", "optimizer_state", "uneven", "collective",
+)  # fmt: skip
+"""The cases of `make test-xla` where replicas run all of them: one for each way in which graphs come to be. The rest
+are left to `make check`."""
+THE_REST = "the_rest"
+
+
+def by_part() -> list[Any]:
+    """Every case of the suite with its part, as parameters: "chosen", or the rest, whose ids say so."""
+    import pytest
+
+    from fabric.testing import cases
+
+    return [
+        pytest.param("chosen", case, id=str(case)) if case.name in CHOSEN else
+        pytest.param(THE_REST, case, id=f"{case}-{THE_REST}")
+        for case in cases()
+    ]  # fmt: skip
+
+
 MENDING = threading.Lock()
 
 

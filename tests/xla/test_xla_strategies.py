@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from cpu_replicas import launch_replicas
+from cpu_replicas import CHOSEN, by_part, launch_replicas
 
 from fabric import Fabric
 from fabric.strategies.precision.precision import Precision
@@ -48,8 +50,11 @@ def of_replicas() -> dict[str, Finding]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Finding]:
-    return findings("single_xla", list(cases()))
+def alone() -> Callable[[str], dict[str, Finding]]:
+    """What was seen of a part of the cases over one device."""
+    return functools.cache(
+        lambda part: findings("single_xla", [case for case in cases() if (case.name in CHOSEN) == (part == "chosen")])
+    )
 
 
 @pytest.mark.parametrize("case", OF_REPLICAS, ids=str)
@@ -58,9 +63,11 @@ def test_replicas_give_the_numbers_of_one_process(of_replicas: dict[str, Finding
     assert of_replicas[case.name].result == expected, of_replicas[case.name]
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
-def test_one_device_gives_the_numbers_of_plain_pytorch(alone: dict[str, Finding], case: Case) -> None:
-    assert alone[case.name].result == "equal", alone[case.name]
+@pytest.mark.parametrize(("part", "case"), by_part())
+def test_one_device_gives_the_numbers_of_plain_pytorch(
+    alone: Callable[[str], dict[str, Finding]], part: str, case: Case
+) -> None:
+    assert alone(part)[case.name].result == "equal", alone(part)[case.name]
 
 
 def test_unused_parameters_get_zero_gradients_on_request() -> None:

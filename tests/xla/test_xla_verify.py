@@ -45,17 +45,26 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("factor", "words"),
+    ("factor", "options", "words"),
     [
-        (0, f"The numbers of one process: XLAStrategy on {SIZE} ranks is equal in 3 steps"),
-        (1, f"`0.weight` under XLAStrategy on {SIZE} ranks is {SIZE} times (the number of ranks) that of one process"),
+        (0, (), f"The numbers of one process: XLAStrategy on {SIZE} ranks is equal in 3 steps"),
+        # The run with the sanitizer, which is refused and repeated without, is in the case above.
+        (
+            1,
+            ("--sanitize", "False"),
+            f"`0.weight` under XLAStrategy on {SIZE} ranks is {SIZE} times (the number of ranks) that of one process",
+        ),
     ],
     ids=["right", "wrong"],
 )
-def test_a_program_over_replicas_is_compared_with_one_device(factor: int, words: str, tmp_path: Path) -> None:
+def test_a_program_over_replicas_is_compared_with_one_device(
+    factor: int, options: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
+    # With a tolerance there is no second reference.
+    command = (sys.executable, "-m", "fabric", "verify", "--steps", "3", "--tolerance", "1e-5")
     ended = subprocess.run(
-        [sys.executable, "-m", "fabric", "verify", "--steps", "3", "train.py", str(SIZE), str(factor)],
+        [*command, *options, "train.py", str(SIZE), str(factor)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True,

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from forked_python import python
 from processes import run
 
 MPIRUN = shutil.which("mpirun", path=sysconfig.get_path("scripts")) or shutil.which("mpirun")
@@ -60,7 +61,8 @@ def mpirun(size: int, *arguments: str | Path, **environ: str) -> subprocess.Comp
     assert MPIRUN is not None
     start = f"import os, sys; os.execvp({MPIRUN!r}, [{MPIRUN!r}, *sys.argv[1:]])"
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    words = ["--oversubscribe", "-np", str(size), sys.executable, *map(str, arguments)]
+    own = (sys.executable,) if "mpi4py" in arguments else python()  # its library of MPI is loaded at the start
+    words = ["--oversubscribe", "-np", str(size), *own, *map(str, arguments)]
     return run(["-c", start, *words], **{"OMP_NUM_THREADS": "1", **allowed, **environ})
 
 
