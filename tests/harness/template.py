@@ -93,7 +93,7 @@ class Template:
 
 
 class Other:
-    """The template of another process: the one that this program was forked from, or that pytest-xdist's workers share."""
+    """The template of another process: what this program was forked from, or what workers of pytest-xdist share."""
 
     def __init__(self, address: str, environ: dict[str, str]) -> None:
         self.address, self.environ = address, environ
