@@ -38,7 +38,7 @@ LEFT = (
 ON_FOUR = ("hsdp", "model_parallel")
 """Of these, four ranks have a mesh of two axes; of others they do what two ranks do."""
 AS_ON_THE_CPU = (("fsdp", "bf16-mixed"), ("hsdp", "bf16-mixed"), ("ddp_sharded", "bf16-mixed"), ("manual", "16-mixed"))
-"""Left to `make check`: `ddp` is autocast in bf16 here, `fsdp` in float16; `make test` runs these, but for `hsdp`, on the CPU."""
+"""Left to `make check`: `ddp` runs in bf16-mixed here and `fsdp` in 16-mixed, and all but `hsdp` run in `make test`."""
 
 
 def on_devices() -> list[Row]:
