@@ -115,8 +115,14 @@ if __name__ == "__main__":
     torch.autograd.set_detect_anomaly(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     fabric = Fabric(accelerator="cpu", strategy="ddp", devices=int(size), launcher=launcher)
-    before, result = settings(), fabric.launch(draw)
-    print({**result, "settings": result["settings"] == before or (result["settings"], before)})
+    before = settings()
+    if launcher == "script":  # takes no function
+        fabric.launch()
+        result = draw(fabric)
+    else:
+        result = fabric.launch(draw)
+    if launcher != "script" or fabric.global_rank == 0:
+        print({**result, "settings": result["settings"] == before or (result["settings"], before)})
 """
 
 

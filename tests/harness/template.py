@@ -117,14 +117,17 @@ def ask(connection: socket.socket, request: bytes, fds: list[int]) -> bytes:
 
 
 _templates: list[Template | Other] = []
+_shared: list[str] = []
+"""The address of the template that this process shares with others."""
 running: set[int] = set()
 """Programs that the template has started, and that were not waited for."""
 
 
 def template() -> Template | Other:
-    """The template of this process."""
+    """The template of this process. Its first program has variables that imports set, as scikit-learn's `KMP_` ones."""
     if not _templates:
-        _templates.append(Template())
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        _templates.append(Other(_shared[0], environ) if _shared else Template())
     return _templates[0]
 
 
@@ -143,7 +146,7 @@ def address() -> str:
 
 def share(address: str) -> None:
     """In a worker of pytest-xdist: have the template of the process that started it, and of the others."""
-    _templates[:] = [Other(address, {name: value for name, value in os.environ.items() if name != "PYTHONPATH"})]
+    _shared[:] = [address]
 
 
 def adopt(address: str) -> None:
@@ -297,8 +300,7 @@ class Server:
 
     def __init__(self, connection: socket.socket, listener: socket.socket) -> None:
         self._connection, self._listener = connection, listener
-        address = listener.getsockname().decode().removeprefix(ADDRESS.format(""))
-        self.parent = Other(address, dict(os.environ))
+        self.address = listener.getsockname().decode().removeprefix(ADDRESS.format(""))
         self._statuses: dict[int, int] = {}
         self._wake, self._woken = os.pipe()
         for fd in (self._wake, self._woken):
@@ -519,7 +521,7 @@ if __name__ == "__main__":
     gc.freeze()
     _server = Server(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
     _call = _server.serve()
-    _templates[:] = [_server.parent]
+    _templates[:] = [Other(_server.address, _call["environ"])]
     subprocess.Popen = PopenOfPrograms  # type: ignore[misc]
     if FORKS in _call["environ"]:
         os.execve = _execve
