@@ -25,7 +25,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 from typing import Any, NoReturn
 
 MARK = "FABRIC_TEST_MARK"
@@ -54,14 +53,32 @@ ALLOWED_WITH_FORKS = ("PYTHONHASHSEED", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 """But for these with `FORKS`, which change nothing in a test: `fabric verify` and torchrun set them."""
 
 
-class Template:
-    """The client's side."""
+class Other:
+    """The template of another process: what this program was forked from, or what workers of pytest-xdist share."""
+
+    def __init__(self, address: str, environ: dict[str, str]) -> None:
+        self.address, self.environ = address, environ
+
+    def start(self, call: dict[str, Any], streams: list[int], kept: tuple[int, ...]) -> tuple[int, int]:
+        """Fork one program. Its process id, and a pipe that tells how it ended."""
+        import pickle
+
+        reader, writer = os.pipe()
+        with os.fdopen(writer, "wb"), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(ADDRESS.format(self.address))
+            socket.send_fds(connection, [pickle.dumps({**call, "kept": kept})], [writer, *streams, *kept])
+            answer = connection.recv(NUMBER.size)
+        assert answer, "the template has ended"
+        return NUMBER.unpack(answer)[0], reader
+
+
+class Template(Other):
+    """The template that this process has started."""
 
     def __init__(self) -> None:
         self._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock = threading.Lock()
-        self.environ = {name: value for name, value in os.environ.items() if name not in (MARK, "PYTHONPATH")}
-        self.address = str(os.getpid())
+        environ = {name: value for name, value in os.environ.items() if name not in (MARK, "PYTHONPATH")}
+        super().__init__(str(os.getpid()), environ)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(ADDRESS.format(self.address))
         listener.listen()  # others may ask already: they wait until it has imported
@@ -76,54 +93,20 @@ class Template:
                 env={**self.environ, MARK: NO_MARK},
             )
 
-    def start(self, call: dict[str, Any], streams: list[int], kept: tuple[int, ...]) -> tuple[int, int]:
-        """Fork one program. Its process id, and a pipe that tells how it ended."""
-        import pickle
-
-        reader, writer = os.pipe()
-        with os.fdopen(writer, "wb"), self._lock:
-            answer = ask(self._socket, pickle.dumps({**call, "kept": kept}), [writer, *streams, *kept])
-        assert answer, f"the template ended with exit code {self.process.wait()}"
-        return NUMBER.unpack(answer)[0], reader
-
     def close(self) -> None:
         """End it. A program that it started goes on."""
         self._socket.close()
         self.process.wait()
 
 
-class Other:
-    """The template of another process: what this program was forked from, or what workers of pytest-xdist share."""
-
-    def __init__(self, address: str, environ: dict[str, str]) -> None:
-        self.address, self.environ = address, environ
-
-    def start(self, call: dict[str, Any], streams: list[int], kept: tuple[int, ...]) -> tuple[int, int]:
-        """Fork one program, as `Template.start`."""
-        import pickle
-
-        reader, writer = os.pipe()
-        with os.fdopen(writer, "wb"), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.connect(ADDRESS.format(self.address))
-            answer = ask(connection, pickle.dumps({**call, "kept": kept}), [writer, *streams, *kept])
-        assert answer, "the template has ended"
-        return NUMBER.unpack(answer)[0], reader
-
-
-def ask(connection: socket.socket, request: bytes, fds: list[int]) -> bytes:
-    """The template's answer; nothing where it has ended."""
-    socket.send_fds(connection, [request], fds)
-    return connection.recv(NUMBER.size)
-
-
-_templates: list[Template | Other] = []
+_templates: list[Other] = []
 _shared: list[str] = []
 """The address of the template that this process shares with others."""
 running: set[int] = set()
 """Programs that the template has started, and that were not waited for."""
 
 
-def template() -> Template | Other:
+def template() -> Other:
     """The template of this process. Its first program has variables that imports set, as scikit-learn's `KMP_` ones."""
     if not _templates:
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -321,28 +304,25 @@ class Server:
                 if self._wake in ready:
                     self._reap()
                 if self._connection.fileno() in ready:
-                    call = self._answer(self._connection)
-                elif self._listener.fileno() in ready:
+                    os._exit(0)  # the tests have ended
+                if self._listener.fileno() in ready:
                     with self._listener.accept()[0] as connection:
                         call = self._answer(connection)
         self._close()
         return call
 
     def _answer(self, connection: socket.socket) -> dict[str, Any] | None:
-        """In the fork, its call. The template ends with the tests, not with a program that asks and dies."""
+        """In the fork, its call. Nothing comes from a program that asks and dies."""
         import pickle
 
         request, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 64)
         if not request:
-            if connection is self._connection:
-                os._exit(0)
             return None
         pid = os.fork()
         if pid == 0:
             call: dict[str, Any] = pickle.loads(request)
             os.close(fds.pop(0))
-            if connection is not self._connection:
-                connection.close()
+            connection.close()
             self._take(call, fds)
             return call
         self._statuses[pid] = fds.pop(0)
